@@ -1,0 +1,31 @@
+"""Typed identifiers. One word, one meaning; ids never travel as bare ``str`` inside the code."""
+
+from __future__ import annotations
+
+import os
+from typing import NewType
+
+PeerId = NewType("PeerId", str)
+"""libp2p peer id of a node, base58btc (``12D3KooW…``)."""
+MeshId = NewType("MeshId", str)
+ModelName = NewType("ModelName", str)
+"""GGUF stem without part suffix; ``name@hash8`` when two files share a name."""
+SlotId = NewType("SlotId", str)
+"""One loading of one model; a reload gets a new slot id."""
+HolderId = NewType("HolderId", str)
+"""A process that holds credits on engines (one per proxyd worker or tunneld boot)."""
+RequestId = NewType("RequestId", str)
+BootId = NewType("BootId", str)
+"""One life of one daemon process."""
+
+DAEMONS = ("gossipd", "electiond", "tunneld", "launcherd", "proxyd")
+
+
+def new_boot_id() -> BootId:
+    """16 hex digits from the operating system's randomness. For shells, never for cores."""
+    return BootId(os.urandom(8).hex())
+
+
+def new_request_id() -> RequestId:
+    """24 hex digits from the operating system's randomness. For shells, never for cores."""
+    return RequestId(os.urandom(12).hex())
