@@ -1,0 +1,271 @@
+"""``mesh.toml`` and ``MESH_*`` variables as frozen dataclasses, one per daemon, read once and passed down.
+
+Numbers carry their unit in the name and their reason in the comment. An unknown key fails with the nearest known
+one. Without ``mesh.toml`` the node is idle (:attr:`NodeConfig.configured` is false).
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from shared.errors import ConfigError
+from shared.messages.models import MODEL_TYPES, ModelType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSection:
+    """``[node]``"""
+
+    name: str = ""
+    """Shown to people; empty: the host name."""
+    max_vram_bytes: int = 0
+    """Upper limit on what models may use; 0: all the device has, less the reserve."""
+    reserve_bytes: int = 512 * 1024**2
+    """Left free on a GPU for the desktop and the driver."""
+    cpu_share: float = 0.75
+    """Without a GPU, models may use this share of the RAM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelsSection:
+    """``[models]``"""
+
+    serve: tuple[str, ...] = ()
+    """Models this node serves from the start (``--model``); empty: the mesh chooses."""
+    folders: tuple[str, ...] = ("~/.models",)
+    """Searched for ``.gguf`` files, with subfolders."""
+    max_loaded_models: tuple[int, ...] = (1,)
+    """One number for every type, or one each for llm embedding reranking audio image (the rest 1). -1: no limit."""
+    idle_unload_minutes: float = 0.0
+    """Unload a model unused for so long; 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSection:
+    """``[engine]``"""
+
+    path: str = ""
+    """A ``llama-server``; empty: the one on PATH, else the embedded engine."""
+    threads: int = 0
+    """Per engine; 0: the number of physical cores, less one if there are more than two."""
+    parallel: int = 4
+    """Requests an engine works on at once."""
+    context_tokens: int = 0
+    """Over all parallel requests; 0: the trained context times ``parallel``, at most 16,384."""
+    gpu_layers: int = -1
+    """-1: as many as fit."""
+    extra_args: tuple[str, ...] = ()
+    readiness_seconds: float = 600.0
+    """At least so long may a load take; 120 s per GB of model file if that is more."""
+    hang_seconds: float = 15.0
+    """Silence after which an engine that should speak counts as hung."""
+    queue_limit: int = 256
+    """Requests that may wait for one model; more get 429."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiSection:
+    """``[api]``: the inference port."""
+
+    host: str = "127.0.0.1"
+    port: int = 9337
+    allow_public_without_keys: bool = False
+    """A bind that other machines can reach is refused without API keys unless this is true."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host header names accepted besides loopback names and this node's own addresses."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web origins that may use the inference port, e.g. ``https://chat.example``; ``*`` for all."""
+    max_body_bytes: int = 64 * 1024**2
+    request_wait_seconds: float = 600.0
+    """How long a request may wait for its model."""
+    silent_wait_seconds: float = 10.0
+    """How long a streaming request's response headers are held back while it waits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConsoleSection:
+    """``[console]``: the management port."""
+
+    host: str = "127.0.0.1"
+    port: int = 3131
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshSection:
+    """``[mesh]``"""
+
+    host: str = "0.0.0.0"
+    port: int = 9340
+    """UDP and TCP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """The whole file. Each daemon's shell takes the sections it needs."""
+
+    node: NodeSection = NodeSection()
+    models: ModelsSection = ModelsSection()
+    engine: EngineSection = EngineSection()
+    api: ApiSection = ApiSection()
+    console: ConsoleSection = ConsoleSection()
+    mesh: MeshSection = MeshSection()
+    configured: bool = False
+    """Whether ``mesh.toml`` exists; without it the node is idle."""
+
+    def slot_limit(self, type: ModelType) -> int:
+        """How many models of ``type`` may be loaded at once; -1 without limit."""
+        limits = self.models.max_loaded_models
+        if len(limits) == 1:
+            return limits[0]
+        index = MODEL_TYPES.index(type)
+        return limits[index] if index < len(limits) else 1
+
+    def model_folders(self) -> tuple[Path, ...]:
+        return tuple(Path(os.path.expanduser(folder)) for folder in self.models.folders)
+
+
+SECTIONS: dict[str, type[Any]] = {
+    "node": NodeSection,
+    "models": ModelsSection,
+    "engine": EngineSection,
+    "api": ApiSection,
+    "console": ConsoleSection,
+    "mesh": MeshSection,
+}
+
+ENVIRONMENT: dict[str, tuple[str, str]] = {
+    "MESH_API_PORT": ("api", "port"),
+    "MESH_API_HOST": ("api", "host"),
+    "MESH_CONSOLE_PORT": ("console", "port"),
+    "MESH_PORT": ("mesh", "port"),
+    "MESH_HOST": ("mesh", "host"),
+    "MESH_MAX_LOADED_MODELS": ("models", "max_loaded_models"),
+    "MESH_ENGINE": ("engine", "path"),
+}
+"""Variables that override the file: name -> (section, key)."""
+
+
+def load_config(path: Path, environ: Mapping[str, str]) -> NodeConfig:
+    """Read ``mesh.toml`` (absent: idle) and the environment.
+
+    Raises: ConfigError naming the file, the line or key, the reason and the nearest known key.
+    """
+    document: dict[str, Any] = {}
+    configured = True
+    try:
+        document = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        configured = False
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}; fix its permissions or contents") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from error
+    return build_config(document, environ, source=str(path), configured=configured)
+
+
+def build_config(
+    document: Mapping[str, Any], environ: Mapping[str, str], *, source: str, configured: bool
+) -> NodeConfig:
+    """Pure part of :func:`load_config`. Raises: ConfigError."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for name, section in document.items():
+        if name not in SECTIONS:
+            raise ConfigError(f"{source}: unknown section [{name}]{_nearest(name, SECTIONS)}")
+        if not isinstance(section, dict):
+            raise ConfigError(f"{source}: [{name}] must be a section, not a value; write [{name}] on its own line")
+        known = [field.name for field in fields(SECTIONS[name])]
+        for key, value in section.items():
+            if key not in known:
+                raise ConfigError(f"{source}: unknown key {name}.{key}{_nearest(key, known)}")
+            values[name][key] = value
+    for variable, (name, key) in ENVIRONMENT.items():
+        text = environ.get(variable)
+        if text:
+            values[name][key] = text
+    limits = values["models"].get("max_loaded_models")
+    if limits is not None:
+        values["models"]["max_loaded_models"] = parse_limits(limits, source=source)
+    sections = {name: _validated(name, cls, values[name], source) for name, cls in SECTIONS.items()}
+    config = NodeConfig(**sections, configured=configured)
+    _check(config, source)
+    return config
+
+
+def parse_limits(value: Any, *, source: str) -> tuple[int, ...]:
+    """``5``, ``"5 2 4"``, ``"5,2,4"`` or a list to limits. Raises: ConfigError for 0, less than -1, too many."""
+    parts = value if isinstance(value, list | tuple) else str(value).replace(",", " ").split()
+    try:
+        limits = tuple(int(str(part)) for part in parts)
+    except ValueError:
+        limits = ()
+    if not limits or len(limits) > len(MODEL_TYPES) or any(limit == 0 or limit < -1 for limit in limits):
+        raise ConfigError(
+            f"{source}: max_loaded_models={value!r}: give one number, or up to {len(MODEL_TYPES)} "
+            f"({' '.join(MODEL_TYPES)}); each is -1 (no limit) or at least 1"
+        )
+    return limits
+
+
+def _validated(name: str, cls: type[Any], values: dict[str, Any], source: str) -> Any:
+    hints = get_type_hints(cls)
+    checked: dict[str, Any] = {}
+    for key, value in values.items():
+        try:
+            if isinstance(value, bool) is not (hints[key] is bool):
+                raise ValueError("true or false" if hints[key] is bool else "not true or false")
+            checked[key] = TypeAdapter(hints[key]).validate_python(value)
+        except (ValidationError, ValueError) as error:
+            why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
+            raise ConfigError(f"{source}: {name}.{key} = {value!r}: {why}") from None
+    return cls(**checked)
+
+
+def _check(config: NodeConfig, source: str) -> None:
+    for name, port in (("api", config.api.port), ("console", config.console.port), ("mesh", config.mesh.port)):
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"{source}: {name}.port = {port}: a port is 0 (any free one) to 65535")
+    if config.api.port == config.console.port != 0:
+        raise ConfigError(f"{source}: api.port and console.port are both {config.api.port}; they must differ")
+    for name, host in (("api", config.api.host), ("console", config.console.host), ("mesh", config.mesh.host)):
+        if host != "localhost":
+            try:
+                ipaddress.ip_address(host)
+            except ValueError:
+                raise ConfigError(f"{source}: {name}.host = {host!r}: give an IP address, e.g. 127.0.0.1") from None
+    if not 0.05 <= config.node.cpu_share <= 1:
+        raise ConfigError(f"{source}: node.cpu_share = {config.node.cpu_share}: between 0.05 and 1")
+    for key in ("parallel", "queue_limit"):
+        if getattr(config.engine, key) < 1:
+            raise ConfigError(f"{source}: engine.{key} must be at least 1")
+
+
+def _nearest(word: str, known: Any) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a bind to ``host``."""
+    return host == "localhost" or ipaddress.ip_address(host).is_loopback
+
+
+def changed_keys(old: NodeConfig, new: NodeConfig) -> tuple[str, ...]:
+    """Dotted keys that differ, for ``config reload``."""
+    changed = []
+    for name, cls in SECTIONS.items():
+        before, after = getattr(old, name), getattr(new, name)
+        changed += [
+            f"{name}.{field.name}"
+            for field in fields(cls)
+            if getattr(before, field.name) != getattr(after, field.name)
+        ]
+    return tuple(changed)

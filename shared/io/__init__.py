@@ -1,0 +1,1 @@
+"""World-touching code that every daemon uses: sockets, processes, signals, the log."""

@@ -1,0 +1,7 @@
+"""Every message that crosses a local socket or, later, a tunnel. ``docs/messages.md`` lists them."""
+
+from __future__ import annotations
+
+from shared.messages import common, leases, mesh, models, registry
+
+__all__ = ["common", "leases", "mesh", "models", "registry"]

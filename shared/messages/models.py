@@ -1,0 +1,245 @@
+"""What a model is, as launcherd reports it and everybody else speaks of it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shared.ids import ModelName, PeerId, SlotId
+from shared.messages.registry import message, part
+
+ModelType = Literal["llm", "embedding", "reranking", "audio", "image"]
+MODEL_TYPES: tuple[ModelType, ...] = ("llm", "embedding", "reranking", "audio", "image")
+
+LoadOrigin = Literal["flag", "request", "allocation", "promotion"]
+"""Why a model is on a node: named by its owner, asked for, placed by the mesh, or promoted."""
+
+SlotState = Literal["queued", "loading", "ready", "draining", "stopping", "restarting", "failed", "unloaded"]
+
+
+@part
+class LocalModel:
+    """One model on this node's disk."""
+
+    name: ModelName
+    type: ModelType
+    path: str
+    """First part's file. Local: never sent to another node."""
+    file_size_bytes: int
+    file_hash: str = ""
+    """SHA-256 in hex over all parts in order; empty until computed."""
+    architecture: str = ""
+    quantization: str = ""
+    parameters: int = 0
+    trained_context_tokens: int = 0
+    context_tokens: int = 0
+    """What this node would load it with, over all parallel requests."""
+    parallel: int = 1
+    kv_bytes_per_token: int = 0
+    compute_bytes: int = 0
+    need_bytes: int = 0
+    builtin: bool = False
+    """Ships with meshd (the guide model)."""
+
+
+@part
+class SkippedFile:
+    path: str
+    reason: str
+
+
+@message
+class InventoryChanged:
+    """launcherd: the models on this node's disk, whole list."""
+
+    models: tuple[LocalModel, ...]
+    skipped: tuple[SkippedFile, ...] = ()
+    scanning: bool = False
+
+
+@message
+class DeviceChanged:
+    """launcherd: what this node can compute with."""
+
+    device: str
+    """``cpu``, or the GPU's name."""
+    vram_bytes: int
+    """What models of type llm may use: totals and reserves, never "free right now"."""
+    total_bytes: int
+    reserve_bytes: int
+    engine: str
+    """Which engine runs models, with its version; empty when none is installed."""
+    engine_reason: str = ""
+    """Why no engine can be used and how to get one; empty when there is one."""
+
+
+@message
+class SlotChanged:
+    """launcherd: one slot's state. ``unloaded`` is the last word on a slot id."""
+
+    slot_id: SlotId
+    model: ModelName
+    type: ModelType
+    state: SlotState
+    reason: str
+    """In words: why it waits, why it failed, why it was unloaded."""
+    origin: LoadOrigin
+    need_bytes: int = 0
+    pid: int = 0
+    port: int = 0
+    parallel: int = 0
+    in_use: int = 0
+    waiting: int = 0
+    context_tokens: int = 0
+    requests_total: int = 0
+    restarts: int = 0
+    state_age_seconds: float = 0.0
+    last_use_age_seconds: float = 0.0
+    load_seconds: float = 0.0
+    log_path: str = ""
+
+
+# -- requests launcherd serves ----------------------------------------------------------------------------
+
+
+@message
+class LoadModel:
+    """Request: make a model ready. Reply ``ModelLoaded`` when it is, or ``Refused``.
+
+    With ``wait`` false the reply comes as soon as the load is queued (``Done``).
+    """
+
+    model: ModelName
+    origin: LoadOrigin = "request"
+    context_tokens: int = 0
+    """0: as configured."""
+    parallel: int = 0
+    extra_args: tuple[str, ...] = ()
+    wait: bool = True
+
+
+@message
+class ModelLoaded:
+    model: ModelName
+    slot_id: SlotId
+    load_seconds: float
+    already: bool
+    """True when it was ready with the same resolved options: nothing was done."""
+
+
+@message
+class UnloadModel:
+    """Request: unload one model, or all of them when ``model`` is empty. Busy ones finish first."""
+
+    model: ModelName | None = None
+    wait: bool = True
+
+
+@message
+class RescanModels:
+    """Request: read the models folders again. Reply ``Done`` when the scan has finished."""
+
+
+@message
+class GetEngineLog:
+    """Request: the last lines of the newest engine log of ``model``. Reply ``EngineLog`` or ``Refused``."""
+
+    model: ModelName
+    lines: int = 200
+
+
+@message
+class EngineLog:
+    path: str
+    lines: tuple[str, ...]
+
+
+# -- the mesh's view, kept by electiond -------------------------------------------------------------------
+
+CatalogStatus = Literal["unloaded", "loading", "ready", "needs_capacity", "failed"]
+
+
+@part
+class MeshModel:
+    """A model of the mesh: the union of what its nodes have and what their owners asked for."""
+
+    name: ModelName
+    type: ModelType
+    status: CatalogStatus
+    reason: str
+    source: str = ""
+    file_size_bytes: int = 0
+    need_bytes: int = 0
+    context_tokens: int = 0
+    architecture: str = ""
+    quantization: str = ""
+    parameters: int = 0
+    nodes_on_disk: tuple[PeerId, ...] = ()
+    nodes_serving: tuple[PeerId, ...] = ()
+    hosts: tuple[PeerId, ...] = ()
+    requested: bool = False
+    builtin: bool = False
+
+
+@message
+class CatalogChanged:
+    """electiond: the whole catalog."""
+
+    models: tuple[MeshModel, ...]
+
+
+@part
+class Assignment:
+    """``model`` belongs on this node, for this ``reason``."""
+
+    model: ModelName
+    origin: LoadOrigin
+    reason: str
+
+
+@message
+class AssignmentsChanged:
+    """electiond: what this node should serve. launcherd makes it so."""
+
+    assignments: tuple[Assignment, ...]
+    idle_reason: str = ""
+    """Why there is none, when there is none."""
+
+
+@part
+class RouteHost:
+    peer_id: PeerId
+    addresses: tuple[str, ...] = ()
+    parallel: int = 1
+    load: float = 0.0
+    """Busy share of ``parallel``, 0..1 and above when requests wait."""
+
+
+@part
+class Route:
+    model: ModelName
+    type: ModelType
+    hosts: tuple[RouteHost, ...]
+
+
+@message
+class RoutesChanged:
+    """electiond: healthy hosts of every routable model, whole table."""
+
+    routes: tuple[Route, ...]
+
+
+@message
+class PlaceModel:
+    """Request to electiond: a request needs this model and no host serves it.
+
+    Reply ``ModelPlaced``, or ``Refused`` with code ``model_not_found``, ``idle``, ``needs_capacity``.
+    """
+
+    model: ModelName
+
+
+@message
+class ModelPlaced:
+    model: ModelName
+    peer_id: PeerId
+    reason: str
