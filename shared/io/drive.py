@@ -18,7 +18,7 @@ from shared.messages.common import StoryEntry
 S = TypeVar("S")
 E = TypeVar("E")
 S_in = TypeVar("S_in", contravariant=True)
-E_out = TypeVar("E_out", covariant=True)
+
 
 STORY_LIMIT = 500
 QUEUE_LIMIT = 100_000
@@ -30,8 +30,8 @@ class Tick:
     """The core's own deadline has come."""
 
 
-class Core(Protocol[S_in, E_out]):
-    def handle(self, stimulus: S_in | Tick, *, now: float) -> list[E_out]: ...
+class Core(Protocol[S_in, E]):
+    def handle(self, stimulus: S_in | Tick, *, now: float) -> list[E]: ...
 
     def next_deadline(self) -> float | None: ...
 

@@ -104,7 +104,7 @@ def run_daemon(name: str, main: Callable[[NodePaths, NodeConfig], Coroutine[Any,
     except MeshError as error:
         log.error("stopped", daemon=name, code=error.code, reason=error.detail)
         raise SystemExit(1) from None
-    except Exception:
+    except Exception:  # noqa: BLE001 (the one place where a broken invariant ends: log it and exit 1)
         import traceback
 
         for line in traceback.format_exc().rstrip().splitlines():

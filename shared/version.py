@@ -1,0 +1,3 @@
+"""The version of this meshd."""
+
+VERSION = "0.1.0"
