@@ -80,7 +80,7 @@ class BusServer:
         self._started = time.monotonic()
         self._replies: OrderedDict[tuple[bytes, str], bytes | None] = OrderedDict()
         self._refusal = log.LogOnce()
-        self._publisher = zmq.Context.instance().socket(zmq.PUB)
+        self._publisher: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
         self._publisher.setsockopt(zmq.LINGER, 0)
         self._publisher.bind(paths.publisher(name))
