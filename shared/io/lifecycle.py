@@ -10,13 +10,14 @@ import os
 import signal
 import sys
 import xmlrpc.client
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from shared.config import NodeConfig, load_config
 from shared.errors import AlreadyRunning, MeshError, StateError
 from shared.io import log
+from shared.io.drive import Tasks
 from shared.io.supervisor import Supervisor
 from shared.paths import NodePaths
 
@@ -24,6 +25,11 @@ StopKind = Literal["alone", "node", "orphaned"]
 """Why SIGTERM came: this daemon is being restarted, the node goes down, or supervisord died."""
 
 PR_SET_PDEATHSIG = 1
+
+
+def environment() -> Mapping[str, str]:
+    """The process's environment, for configuration read again later."""
+    return os.environ
 
 
 def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
@@ -141,3 +147,16 @@ class StopSignal:
         """Wait for the signal, then learn what it means."""
         await self._event.wait()
         return await asyncio.to_thread(stop_kind)
+
+    async def wait_or(self, tasks: Tasks) -> StopKind:
+        """:meth:`wait`, unless one of ``tasks`` fails first: then its exception is raised."""
+        waiting = asyncio.ensure_future(self.wait())
+        watching = asyncio.ensure_future(tasks.watch())
+        try:
+            await asyncio.wait((waiting, watching), return_when=asyncio.FIRST_COMPLETED)
+            if watching.done():
+                watching.result()
+            return await waiting
+        finally:
+            waiting.cancel()
+            watching.cancel()

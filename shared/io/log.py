@@ -56,6 +56,12 @@ def error(event: str, **fields: Any) -> None:
     _write("error", event, fields)
 
 
+def ready(daemon: str, **fields: Any) -> None:
+    """The bare line ``NAME ready`` that scripts wait for, and the same as a log line."""
+    _stream.write(f"{daemon} ready\n")
+    info("ready", daemon=daemon, **fields)
+
+
 class LogOnce:
     """Logs the first occurrence of a key and then each doubling of its count, so that a flood stays readable."""
 

@@ -1,0 +1,1 @@
+"""Key file, sockets and interfaces of tunneld."""
