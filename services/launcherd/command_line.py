@@ -1,0 +1,170 @@
+"""From a model and options to the command that serves it.
+
+Both engines are called alike: a `llama-server` binary, or our embedded engine with the same flags. Flags that only
+some builds know are left out when the build is known not to have them. The API key goes into the environment,
+because a command line is visible to every user of the machine.
+
+Source: DESIGN §7 (types choose engine flags), §4 (loopback, random key); TRAPS 25, 37.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from services.launcherd.model_info import ModelFile, encoder_batch_tokens
+from shared.errors import LoadFailed
+from shared.messages.models import ModelType
+
+DEFAULT_PARALLEL = 4
+DEFAULT_CONTEXT_TOKENS = 16_384
+"""Over all parallel requests: 4096 each for the default four. A larger share costs KV cache: 128 KiB per token
+for an 8B model."""
+ENGINE_MARK = "MESHD_ENGINE"
+"""Environment variable of every engine process: the path of its record, so that a process can be told to be ours
+even if launcherd was killed before it could write down the pid."""
+
+_WITHHELD_PREFIXES = ("LLAMA_ARG_", "MESH_", "SUPERVISOR_")
+_WITHHELD = frozenset({"LLAMA_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "NOTIFY_SOCKET", "MTMD_BACKEND_DEVICE"})
+_RESERVED = """
+    -m --model -mu --model-url -hf -hfr --hf-repo -hff --hf-file -dr --docker-repo --host --port --reuse-port
+    --api-key --api-key-file --api-prefix --ssl-key-file --ssl-cert-file --path --rpc --models-dir --models-preset
+    -c --ctx-size -np --parallel -a --alias --tools --tools-runtime --agent -ag --mcp-servers-config
+    --mcp-servers-json --ui-mcp-proxy --webui-mcp-proxy --help -h --usage --version --log-file --log-disable
+"""
+RESERVED_FLAGS = frozenset(_RESERVED.split())
+"""Flags that launcherd sets itself, or that would open the engine to more than inference."""
+
+
+class OptionRefused(LoadFailed):
+    """An engine option that may not be given, or means nothing."""
+
+    code = "option_refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """An engine that can be started. `program` is the argv prefix that runs it."""
+
+    kind: str
+    """`embedded` or `llama-server`."""
+    program: tuple[str, ...]
+    version: str
+    flags: frozenset[str] | None = None
+    """Flags its `--help` lists; None: not known, all are passed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Resolved options of one load. Equal options mean that a reload would change nothing."""
+
+    context_tokens: int = 0
+    """Total over all parallel requests; 0: `default_context_tokens`."""
+    parallel: int = DEFAULT_PARALLEL
+    threads: int = 0
+    """0: all cores but one, so that the daemons can breathe."""
+    gpu_layers: int = -1
+    """-1: as many as fit."""
+    cache_ram_mib: int = 0
+    """llama-server keeps up to 8 GiB of old prompts in RAM unless told otherwise, which no need accounts for."""
+    pooling: str = ""
+    """Embedding models: `mean`, `cls`, `last`; empty: as the file says."""
+    extra_args: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCommand:
+    """All that is needed to start one engine and to talk to it."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    model: ModelFile
+    host: str
+    port: int
+    api_key: str
+
+    @property
+    def type(self) -> ModelType:
+        return self.model.type
+
+
+def default_context_tokens(model: ModelFile, parallel: int) -> int:
+    """Total context when none is configured.
+
+    llm: what the model was trained for, for each request, at most 16,384 tokens altogether. Encoders keep no KV
+    cache, so each request gets all they were trained for, at most 8192.
+    """
+    if model.type in ("embedding", "reranking"):
+        return encoder_batch_tokens(model.trained_context_tokens) * parallel
+    return min((model.trained_context_tokens or 4096) * parallel, DEFAULT_CONTEXT_TOKENS)
+
+
+def resolve_options(options: EngineOptions, model: ModelFile, cores: int) -> EngineOptions:
+    """Options with every default filled in, so that they can be compared, shown and accounted for.
+
+    `cores` are physical cores. Raises: OptionRefused.
+    """
+    if options.parallel < 1 or options.context_tokens < 0 or options.threads < 0:
+        raise OptionRefused("parallel must be at least 1, context_tokens and threads at least 0")
+    for argument in options.extra_args:
+        if argument.partition("=")[0] in RESERVED_FLAGS:
+            raise OptionRefused(f"the engine option {argument} is set by meshd and cannot be given")
+        if "\0" in argument:
+            raise OptionRefused("an engine option has a NUL character in it")
+    return EngineOptions(
+        context_tokens=options.context_tokens or default_context_tokens(model, options.parallel),
+        parallel=options.parallel,
+        threads=options.threads or max(1, cores - 1),
+        gpu_layers=options.gpu_layers,
+        cache_ram_mib=options.cache_ram_mib,
+        pooling=options.pooling,
+        extra_args=options.extra_args,
+    )
+
+
+def build_command(
+    engine: Engine,
+    model: ModelFile,
+    options: EngineOptions,
+    *,
+    port: int,
+    api_key: str,
+    environ: Mapping[str, str],
+    mark: str,
+    host: str = "127.0.0.1",
+) -> EngineCommand:
+    """The command that serves `model` with resolved `options` on `host:port`; `mark` is the record's path.
+
+    `environ` is inherited but for what would configure the engine behind our back or is none of its business.
+    Raises: OptionRefused for a type that no engine of ours serves.
+    """
+    argv = [*engine.program, "--model", model.path, "--host", host, "--port", str(port)]
+    argv += ["--ctx-size", str(options.context_tokens), "--parallel", str(options.parallel)]
+    argv += ["--threads", str(options.threads), "--threads-batch", str(options.threads)]
+    if options.gpu_layers >= 0:
+        argv += ["--n-gpu-layers", str(options.gpu_layers)]
+    argv += _if_known(engine, "--alias", model.name.replace(",", "_"))
+    argv += _if_known(engine, "--cache-ram", str(options.cache_ram_mib))
+    argv += _if_known(engine, "--no-webui") or _if_known(engine, "--no-ui")
+    argv += _if_known(engine, "--slots") + _if_known(engine, "--metrics")
+    if model.type == "llm":
+        argv += _if_known(engine, "--jinja")
+    elif model.type in ("embedding", "reranking"):
+        batch = str(encoder_batch_tokens(model.trained_context_tokens))
+        argv += ["--batch-size", batch, "--ubatch-size", batch]
+        argv += ["--reranking"] if model.type == "reranking" else ["--embeddings"]
+        if model.type == "embedding" and options.pooling:
+            argv += ["--pooling", options.pooling]
+    else:
+        raise OptionRefused(f"no engine here serves models of type {model.type}")
+    env = {name: value for name, value in environ.items() if not _withheld(name)}
+    env |= {"LLAMA_API_KEY": api_key, ENGINE_MARK: mark}
+    return EngineCommand(argv=(*argv, *options.extra_args), env=env, model=model, host=host, port=port, api_key=api_key)
+
+
+def _if_known(engine: Engine, flag: str, *values: str) -> list[str]:
+    return [flag, *values] if engine.flags is None or flag in engine.flags else []
+
+
+def _withheld(name: str) -> bool:
+    return name in _WITHHELD or name.startswith(_WITHHELD_PREFIXES)

@@ -1,0 +1,1 @@
+"""The embedded engine: llama.cpp's own server from the xllamacpp wheel, called like `llama-server`."""
