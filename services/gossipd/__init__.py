@@ -1,0 +1,1 @@
+"""gossipd decides who is in the mesh, and counts what the mesh is asked for."""

@@ -1,0 +1,209 @@
+"""gossipd's shell: mirrors tunneld, launcherd and electiond, runs the membership machine, performs its effects."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+from collections.abc import Iterable
+
+from services.gossipd.announcement import NodeFacts
+from services.gossipd.io.state_files import StateFiles
+from services.gossipd.membership import (
+    ConfigApplied,
+    Effect,
+    Membership,
+    PersistDemand,
+    PersistIdentity,
+    PublishDemand,
+    PublishMember,
+    PublishMesh,
+    SignAnnouncement,
+    SlotsReplaced,
+    Stimulus,
+)
+from services.gossipd.mesh_identity import next_life
+from shared import codec
+from shared.config import NodeConfig, changed_keys, load_config
+from shared.errors import DaemonUnreachable, RequestRefused
+from shared.ids import ModelName
+from shared.io import log
+from shared.io.bus import BusClient, BusServer, Mirror
+from shared.io.drive import Drive, Tasks
+from shared.io.lifecycle import StopSignal, environment
+from shared.messages.common import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
+from shared.messages.mesh import Announcement, CountUnserved, RecordSigned, SignRecord, TunnelChanged
+from shared.messages.models import AssignmentsChanged, DeviceChanged, InventoryChanged, SlotChanged
+from shared.paths import NodePaths
+
+SIGN_SECONDS = 5.0
+
+
+def node_name(config: NodeConfig) -> str:
+    return config.node.name or platform.node() or "node"
+
+
+class Gossipd:
+    """Owns the machine's surroundings for the life of the process."""
+
+    def __init__(self, paths: NodePaths, config: NodeConfig) -> None:
+        self.paths = paths
+        self.config = config
+        self.files = StateFiles(paths.state)
+        self.tasks = Tasks()
+        identity = next_life(
+            self.files.load_identity(), configured=config.configured, random_bytes=os.urandom(16)
+        )
+        self.files.save_identity(identity)
+        counted, counted_slots = self.files.load_demand()
+        facts = NodeFacts(
+            node_name=node_name(config),
+            configured=config.configured,
+            requested_models=tuple(ModelName(name) for name in config.models.serve),
+        )
+        self.membership = Membership(identity, facts, counted=counted, counted_slots=counted_slots)
+        self.drive: Drive[Stimulus, Effect] = Drive(self.membership, self.perform)
+        self.bus = BusServer("gossipd", paths, self, self.answer, self.tasks)
+        self.tunneld = BusClient("tunneld", paths)
+        self._to_sign: Announcement | None = None
+        self._sign = asyncio.Event()
+
+    def start(self) -> None:
+        self.bus.start()
+        for daemon in ("tunneld", "launcherd", "electiond"):
+            Mirror(daemon, self.paths, self.on_snapshot, self.on_message).start(self.tasks)
+        self.tasks.start(self.drive.run(), "membership")
+        self.tasks.start(self.sign_latest(), "signatures")
+
+    # -- stimuli ------------------------------------------------------------------------------------------
+
+    def on_message(self, message: codec.Message) -> None:
+        match message:
+            case TunnelChanged() | InventoryChanged() | DeviceChanged() | SlotChanged() | AssignmentsChanged():
+                self.drive.post(message)
+
+    def on_snapshot(self, messages: list[codec.Message]) -> None:
+        slots = tuple(message for message in messages if isinstance(message, SlotChanged))
+        if slots or any(isinstance(message, InventoryChanged) for message in messages):
+            self.drive.post(SlotsReplaced(slots))
+        for message in messages:
+            if not isinstance(message, SlotChanged):
+                self.on_message(message)
+
+    # -- effects ------------------------------------------------------------------------------------------
+
+    def perform(self, effect: Effect) -> None:
+        match effect:
+            case SignAnnouncement(announcement=announcement):
+                self._to_sign = announcement
+                self._sign.set()
+            case PublishMember(member=member):
+                self.bus.publish(member)
+                said = member.announcement
+                log.info(
+                    "announced",
+                    incarnation=said.incarnation,
+                    seq=said.seq,
+                    role=said.role,
+                    state=said.state,
+                    models=len(said.available_models),
+                    hosted=" ".join(item.model for item in said.hosted) or "none",
+                )
+            case PublishMesh(mesh=mesh):
+                self.bus.publish(mesh)
+                log.info("mesh", mesh=mesh.mesh_id, name=mesh.mesh_name or "unnamed")
+            case PublishDemand(demand=demand):
+                self.bus.publish(demand)
+            case PersistIdentity(identity=identity):
+                self.files.save_identity(identity)
+            case PersistDemand(totals=totals, slots=slots):
+                self.files.save_demand(totals, slots)
+
+    async def sign_latest(self) -> None:
+        """Have tunneld sign the newest announcement; older ones nobody needs any more."""
+        while True:
+            await self._sign.wait()
+            self._sign.clear()
+            announcement = self._to_sign
+            if announcement is None:
+                continue
+            try:
+                reply = await self.tunneld.request(
+                    SignRecord(payload=codec.encode(announcement)), deadline_seconds=SIGN_SECONDS
+                )
+            except (DaemonUnreachable, RequestRefused) as error:
+                log.warning("not_signed", seq=announcement.seq, reason=error.detail)
+                self._sign.set()
+                continue
+            if isinstance(reply, RecordSigned):
+                self.drive.post(reply)
+
+    # -- what the bus server tells and asks -----------------------------------------------------------------
+
+    def state_line(self) -> str:
+        mesh = self.membership.identity.mesh_name or self.membership.identity.mesh_id or "no mesh"
+        return f"{mesh}: 1 node" if self.membership.own else "waits for tunneld to say who this node is"
+
+    def snapshot(self) -> Iterable[codec.Message]:
+        return self.membership.snapshot(now=asyncio.get_running_loop().time())
+
+    def story(self, limit: int) -> tuple[StoryEntry, ...]:
+        return self.drive.story(limit, asyncio.get_running_loop().time())
+
+    async def answer(self, request: codec.Message, _deadline_seconds: float) -> codec.Message:
+        match request:
+            case CountUnserved():
+                self.drive.post(request)
+                return Done()
+            case ExplainSubject(subject=subject):
+                return Explanation(sentences=self.explain(subject))
+            case ReloadConfig():
+                return self.reload()
+        raise RequestRefused("not_for_me", f"gossipd does not serve {type(request).__name__}")
+
+    def explain(self, subject: str) -> tuple[str, ...]:
+        own = self.membership.own
+        identity = self.membership.identity
+        demand = {item.model: item for item in self.membership.demand.summary(now=asyncio.get_running_loop().time())}
+        if subject in demand:
+            item = demand[ModelName(subject)]
+            return (
+                f"The mesh has been asked for {subject} {item.requests_total} times, "
+                f"{item.per_minute_10m:g} a minute over the last ten minutes.",
+            )
+        if own is None or subject not in (own.peer_id, own.name, "node", "this node"):
+            return ()
+        mesh = f"mesh {identity.mesh_name or identity.mesh_id}" if identity.mesh_id else "no mesh (it is idle)"
+        return (
+            f"{own.name} ({own.peer_id}) is alive: it is this node, in {mesh}, start number {own.incarnation}.",
+            f"Its role is {own.role} because it "
+            + (f"serves {', '.join(item.model for item in own.hosted)}." if own.hosted else "serves no model now."),
+        )
+
+    def reload(self) -> ConfigReloaded:
+        new = load_config(self.paths.config_file, environment())
+        mine = ("node.name", "models.serve")
+        changed = tuple(key for key in changed_keys(self.config, new) if key in mine)
+        self.config = new
+        self.drive.post(
+            ConfigApplied(
+                configured=new.configured,
+                node_name=node_name(new),
+                requested_models=tuple(ModelName(name) for name in new.models.serve),
+                random_bytes=os.urandom(16),
+            )
+        )
+        return ConfigReloaded(changed=changed, needs_restart=())
+
+
+async def main(paths: NodePaths, config: NodeConfig) -> None:
+    """Run until SIGTERM. Raises: StateError when the node's identity can't be kept."""
+    daemon = Gossipd(paths, config)
+    stop = StopSignal()
+    daemon.start()
+    log.ready("gossipd", incarnation=daemon.membership.identity.incarnation)
+    kind = await stop.wait_or(daemon.tasks)
+    log.info("stopping", daemon="gossipd", kind=kind)
+    daemon.perform(daemon.membership.persist_demand())
+    await daemon.tasks.cancel()
+    daemon.bus.close()

@@ -1,0 +1,1 @@
+"""gossipd's files."""
