@@ -9,8 +9,9 @@ Source: DESIGN §7 (types choose engine flags), §4 (loopback, random key); TRAP
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 from services.launcherd.model_info import ModelFile, encoder_batch_tokens
 from shared.errors import LoadFailed
@@ -120,6 +121,15 @@ def resolve_options(options: EngineOptions, model: ModelFile, cores: int) -> Eng
         pooling=options.pooling,
         extra_args=options.extra_args,
     )
+
+
+def fingerprint(engine: Engine, model: ModelFile, options: EngineOptions) -> str:
+    """Equal for two loads that would run the same engine on the same files with the same resolved options.
+
+    Compared by a restarted launcherd to tell whether an engine is still as wanted.
+    """
+    text = repr((engine.program, engine.version, model.parts, model.file_size_bytes, astuple(options)))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def build_command(
