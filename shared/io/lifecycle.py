@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import fcntl
 import os
 import signal
 import sys
-import xmlrpc.client
 from collections.abc import Callable, Coroutine, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from shared.config import NodeConfig, load_config
-from shared.errors import AlreadyRunning, MeshError, StateError
+from shared.errors import MeshError
 from shared.io import log
+from shared.io.daemon_process import DaemonLock as DaemonLock
+from shared.io.daemon_process import StopKind as StopKind
+from shared.io.daemon_process import die_with_parent as die_with_parent
+from shared.io.daemon_process import start_process as start_process
+from shared.io.daemon_process import stop_kind as stop_kind
+from shared.io.daemon_process import supervisor_from_environment as supervisor_from_environment
 from shared.io.drive import Tasks
-from shared.io.supervisor import Supervisor
 from shared.paths import NodePaths
-
-StopKind = Literal["alone", "node", "orphaned"]
-"""Why SIGTERM came: this daemon is being restarted, the node goes down, or supervisord died."""
-
-PR_SET_PDEATHSIG = 1
 
 
 def environment() -> Mapping[str, str]:
@@ -32,66 +28,9 @@ def environment() -> Mapping[str, str]:
     return os.environ
 
 
-def die_with_parent(signal_number: int = signal.SIGTERM) -> None:
-    """Ask the kernel to signal this process when its parent dies. Linux only; elsewhere nothing happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number)
-
-
-def supervisor_from_environment() -> Supervisor | None:
-    """The supervisord that started this process, if one did."""
-    url = os.environ.get("SUPERVISOR_SERVER_URL", "")
-    return Supervisor(url, timeout_seconds=1.0) if url.startswith("unix://") else None
-
-
-def stop_kind() -> StopKind:
-    """Ask supervisord (blocking, at most about a second)."""
-    supervisor = supervisor_from_environment()
-    if supervisor is None:
-        return "node"
-    try:
-        return "node" if supervisor.is_stopping() else "alone"
-    except OSError:
-        return "orphaned"
-    except xmlrpc.client.Error:
-        return "alone"
-
-
-class DaemonLock:
-    """``flock`` on ``run/NAME.lock``, held for the life of the process.
-
-    Raises: AlreadyRunning when another process has it. A ZeroMQ bind would silently steal the socket instead.
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._file = open(path, "a+")  # noqa: SIM115 (held open until the process ends)
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._file.seek(0)
-            owner = self._file.read().strip() or "unknown"
-            raise AlreadyRunning(
-                f"{name} already runs for {path.parent.parent} (pid {owner}): another node uses this MESH_HOME. "
-                "Stop it with 'meshctl down', or set MESH_HOME to another folder"
-            ) from None
-        self._file.truncate(0)
-        self._file.write(str(os.getpid()))
-        self._file.flush()
-
-
 def start_daemon(name: str) -> tuple[NodePaths, NodeConfig, DaemonLock]:
     """The common start: die with supervisord, directories, lock, configuration. Raises: MeshError."""
-    die_with_parent()
-    supervisor = supervisor_from_environment()
-    if supervisor is not None and os.getppid() == 1:
-        # supervisord may have died before die_with_parent() took effect; as pid 1 of a container it still answers.
-        try:
-            supervisor.is_stopping()
-        except OSError as error:
-            raise StateError("the supervisord that started this process is gone") from error
-    paths = NodePaths.from_environment(os.environ)
-    paths.prepare()
-    lock = DaemonLock(paths.lock_file(name), name)
+    paths, lock = start_process(name)
     return paths, load_config(paths.config_file, os.environ), lock
 
 
