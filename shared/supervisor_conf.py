@@ -69,23 +69,26 @@ def layout_of(paths: NodePaths, environ: Mapping[str, str], repository: Path = R
     environment = {"MESH_HOME": str(paths.home)}
     environment.update({name: environ[name] for name in BAKED_VARIABLES if environ.get(name)})
     return SupervisorLayout(
-        bin_folder=_escaped(str(repository / "bin")),
-        conf=_escaped(str(paths.supervisor_conf)),
-        socket=_escaped(str(paths.bus / "supervisor.sock")),
-        pid_file=_escaped(str(paths.bus / "supervisord.pid")),
-        log_folder=_escaped(str(paths.logs)),
-        environment={name: _escaped(value) for name, value in environment.items()},
+        bin_folder=_plain(str(repository / "bin")),
+        conf=_plain(str(paths.supervisor_conf)),
+        socket=_plain(str(paths.bus / "supervisor.sock")),
+        pid_file=_plain(str(paths.bus / "supervisord.pid")),
+        log_folder=_plain(str(paths.logs)),
+        environment={name: _plain(value) for name, value in environment.items()},
     )
 
 
-def _escaped(value: str) -> str:
-    """``value`` for supervisord's parser, which has no way to write some characters. Raises: StateError."""
-    if any(char in "\"'\\;#" or not char.isprintable() for char in value):
+def _plain(value: str) -> str:
+    """``value`` if supervisord's parser reads it back unchanged. Raises: StateError.
+
+    ``%`` is refused too: supervisord expands some settings once and the environment twice.
+    """
+    if any(char in "\"'\\;#%" or not char.isprintable() for char in value):
         raise StateError(
-            f"{value!r} has a character that supervisord's configuration cannot hold (quotes, backslash, ; or #); "
-            "use a plain path"
+            f"{value!r} has a character that supervisord's configuration cannot hold "
+            "(quotes, backslash, percent, ; or #); use a plain path"
         )
-    return value.replace("%", "%%")
+    return value
 
 
 def render(layout: SupervisorLayout) -> str:

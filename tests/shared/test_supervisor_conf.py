@@ -52,7 +52,7 @@ def test_proxyd_stops_first_tunneld_after_the_daemons_and_the_keeper_last(monkey
 def test_a_rendered_file_keeps_home_and_ports_and_survives_awkward_paths(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = tmp_path / "a b%20"
+    home = tmp_path / "a b,c"
     (home / "logs").mkdir(parents=True)
     (home / "run").mkdir()
     paths = NodePaths(home)
@@ -70,7 +70,7 @@ def test_a_rendered_file_keeps_home_and_ports_and_survives_awkward_paths(
     assert options.logfile == str(paths.logs / "supervisord.log")
 
 
-@pytest.mark.parametrize("name", ['qu"ote', "semi;colon", "ha#sh", "new\nline"])
+@pytest.mark.parametrize("name", ['qu"ote', "semi;colon", "ha#sh", "per%cent", "new\nline"])
 def test_a_path_supervisord_cannot_hold_is_refused(name: str) -> None:
     with pytest.raises(StateError, match="cannot hold"):
         layout_of(NodePaths(Path("/tmp") / name), {})
