@@ -14,7 +14,6 @@ from dataclasses import asdict, dataclass, replace
 from shared.errors import StateError
 from shared.ids import MeshId, PeerId
 
-
 NO_MESH = MeshId("")
 NO_PEER = PeerId("")
 

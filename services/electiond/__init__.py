@@ -1,0 +1,1 @@
+"""electiond decides who serves what: catalog, allocation, election, placement, routes."""

@@ -1,0 +1,333 @@
+"""The machine that keeps catalog, assignments and routes current.
+
+Theory of operation. Each report of launcherd or gossipd changes the view; from the view the stateless rules of this
+package derive everything anew, and what differs from what was last said is published. The only memory is a node's
+assignments: once assigned, a model stays assigned until launcherd unloads it, and is then *declined* until somebody
+asks for it again, so that a rule and a person never undo each other in turn.
+
+=====================  ==========================================  =============================================
+stimulus               condition                                   what it does to the assignments
+=====================  ==========================================  =============================================
+ConfigApplied          models are named                            those replace earlier named ones
+any view change        configured, no named one, none assigned,    rule of ``allocation.assign_model``
+                       inventory known, not held by its owner
+SlotChanged ready      nobody assigned it yet                      becomes an assignment of its slot's origin
+SlotChanged unloaded   it was assigned                             withdrawn and declined
+SlotChanged failed     the mesh had placed it                      withdrawn and declined; the rule runs again
+PlaceModel             this node can serve it                      assigned with origin ``request``
+=====================  ==========================================  =============================================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.electiond.allocation import assign_model, assign_named, why_unassigned
+from services.electiond.catalog import build_catalog, nearest_names, resolve, too_large_words
+from services.electiond.election import place
+from services.electiond.routes import build_routes
+from services.electiond.view import Node, node_of, own_node
+from shared.ids import ModelName, PeerId, SlotId
+from shared.io.drive import Tick
+from shared.messages.common import Refused
+from shared.messages.mesh import MemberChanged
+from shared.messages.models import (
+    Assignment,
+    AssignmentsChanged,
+    CatalogChanged,
+    DeviceChanged,
+    InventoryChanged,
+    ModelPlaced,
+    RoutesChanged,
+    SlotChanged,
+)
+
+IDLE_WORDS = "this node is idle: it has no mesh.toml. Run 'meshctl up' (or bin/quickstart) to set it up"
+DECLINED_LIMIT = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigApplied:
+    configured: bool
+    named: tuple[ModelName, ...]
+    slot_limit: int
+    """Models of one type this node may load at once; -1 without limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherReplaced:
+    """Everything launcherd publishes, from a snapshot."""
+
+    inventory: InventoryChanged | None
+    device: DeviceChanged | None
+    slots: tuple[SlotChanged, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MembersReplaced:
+    """The whole membership, from a snapshot of gossipd."""
+
+    members: tuple[MemberChanged, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PlaceRequested:
+    """``PlaceModel`` came in; answer it with :class:`Reply` under ``token``."""
+
+    token: int
+    model: ModelName
+
+
+Stimulus = (
+    ConfigApplied
+    | LauncherReplaced
+    | MembersReplaced
+    | InventoryChanged
+    | DeviceChanged
+    | SlotChanged
+    | MemberChanged
+    | PlaceRequested
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    message: CatalogChanged | AssignmentsChanged | RoutesChanged
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    token: int
+    message: ModelPlaced | Refused
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What a restart of electiond alone must not forget. Also the effect that says: keep this."""
+
+    declined: tuple[tuple[ModelName, str], ...] = ()
+    held_by_owner: bool = False
+
+
+NO_MEMORY = Memory()
+Effect = Publish | Reply | Memory
+
+
+@dataclass(slots=True)
+class View:
+    """First-hand reports and announcements, as they came."""
+
+    members: dict[PeerId, MemberChanged] = field(default_factory=dict)
+    inventory: InventoryChanged | None = None
+    device: DeviceChanged | None = None
+    slots: dict[SlotId, SlotChanged] = field(default_factory=dict)
+
+    def nodes(self, named: tuple[ModelName, ...]) -> list[Node]:
+        """All living nodes by peer id, this one built at first hand."""
+        own = next((member for member in self.members.values() if member.is_self), None)
+        models = self.inventory.models if self.inventory else ()
+        mine = own_node(own, models, self.device, self.slots.values(), named)
+        others = [node_of(member) for member in self.members.values() if not member.is_self and member.state == "alive"]
+        return sorted([mine, *others], key=lambda node: node.peer_id)
+
+
+class Elections:
+    """electiond's core. ``story_of`` keeps the last decision about each model, for ``why``."""
+
+    def __init__(self, memory: Memory = NO_MEMORY) -> None:
+        self.catalog = CatalogChanged(models=())
+        self.routes = RoutesChanged(routes=())
+        self.assigned = AssignmentsChanged(assignments=(), idle_reason=IDLE_WORDS)
+        self.story_of: dict[ModelName, str] = {}
+        self._config = ConfigApplied(configured=False, named=(), slot_limit=1)
+        self._view = View()
+        self._assignments: dict[ModelName, Assignment] = {}
+        self._memory = memory
+        self._declined: dict[ModelName, str] = dict(memory.declined)
+        self._held_by_owner = memory.held_by_owner
+
+    def next_deadline(self) -> float | None:
+        return None
+
+    def handle(self, stimulus: Stimulus | Tick, *, now: float) -> list[Effect]:
+        effects: list[Effect] = []
+        match stimulus:
+            case ConfigApplied():
+                self._apply_config(stimulus)
+            case LauncherReplaced(inventory=inventory, device=device, slots=slots):
+                self._view.inventory = inventory or self._view.inventory
+                self._view.device = device or self._view.device
+                gone = set(self._view.slots) - {slot.slot_id for slot in slots}
+                for slot_id in gone:
+                    del self._view.slots[slot_id]
+                for slot in slots:
+                    self._take_slot(slot)
+            case MembersReplaced(members=members):
+                self._view.members = {member.announcement.peer_id: member for member in members}
+            case InventoryChanged():
+                self._view.inventory = stimulus
+            case DeviceChanged():
+                self._view.device = stimulus
+            case SlotChanged():
+                self._take_slot(stimulus)
+            case MemberChanged():
+                self._view.members[stimulus.announcement.peer_id] = stimulus
+            case PlaceRequested(token=token, model=model):
+                effects.append(Reply(token, self._place(model)))
+            case Tick():
+                pass
+        return self._derive() + effects
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the machine contradicts itself."""
+        assert not set(self._assignments) & set(self._declined)
+        assert {item.model for item in self.assigned.assignments} == set(self._assignments)
+        names = {model.name for model in self.catalog.models}
+        assert {route.model for route in self.routes.routes} <= names
+        assert all(model.reason for model in self.catalog.models)
+
+    def explain(self, text: str) -> tuple[str, ...]:
+        """What electiond knows about a model, in words; empty when it is not in the catalog."""
+        name = resolve(text, self.catalog.models)
+        model = next((model for model in self.catalog.models if model.name == name), None)
+        if name is None or model is None:
+            return ()
+        sentences = [f"{name} is {model.status}: {model.reason}."]
+        if name in self._assignments:
+            sentences.append(f"It belongs on this node: {self._assignments[name].reason}.")
+        elif name in self._declined:
+            sentences.append(f"It is not placed here by itself any more: {self._declined[name]}.")
+        if name in self.story_of:
+            sentences.append(f"Last decision: {self.story_of[name]}.")
+        return tuple(sentences)
+
+    # -- assignments ----------------------------------------------------------------------------------------
+
+    def _apply_config(self, config: ConfigApplied) -> None:
+        newly_named = set(config.named) - set(self._config.named)
+        self._config = config
+        for name in newly_named:
+            self._declined.pop(name, None)
+        if newly_named:
+            self._held_by_owner = False
+        self._drop([name for name, item in self._assignments.items() if item.origin == "flag"])
+
+    def _take_slot(self, slot: SlotChanged) -> None:
+        if slot.state == "unloaded":
+            self._view.slots.pop(slot.slot_id, None)
+            others = [other for other in self._view.slots.values() if other.model == slot.model]
+            if not others:
+                if slot.model in self._assignments:
+                    self._decline(slot.model, slot.reason)
+                self._held_by_owner = True
+            return
+        self._view.slots[slot.slot_id] = slot
+        if slot.state == "failed":
+            placed = self._assignments.get(slot.model)
+            if placed is not None and placed.origin == "allocation":
+                self._decline(slot.model, slot.reason)
+        elif slot.state == "ready" and slot.model not in self._assignments and slot.origin != "flag":
+            # Also after a restart of electiond: what runs stays where it is.
+            words = "asked for on this node" if slot.origin == "request" else "placed here by the mesh before"
+            self._assign(Assignment(model=slot.model, origin=slot.origin, reason=words))
+
+    def _assign(self, assignment: Assignment) -> None:
+        self._declined.pop(assignment.model, None)
+        self._assignments[assignment.model] = assignment
+        self.story_of[assignment.model] = f"assigned to this node, {assignment.reason}"
+
+    def _decline(self, model: ModelName, reason: str) -> None:
+        self._drop([model])
+        self._declined[model] = reason
+        self.story_of[model] = f"withdrawn from this node, {reason}"
+        while len(self._declined) > DECLINED_LIMIT:
+            del self._declined[next(iter(self._declined))]
+
+    def _drop(self, models: list[ModelName]) -> None:
+        for model in models:
+            self._assignments.pop(model, None)
+
+    def _allocate(self, nodes: list[Node]) -> str:
+        """Bring the assignments in line with the rules; why there is none, if there is none."""
+        if not self._config.configured:
+            self._assignments.clear()
+            return IDLE_WORDS
+        own = next(node for node in nodes if node.is_self)
+        if self._view.inventory is None or self._view.device is None:
+            return "" if self._assignments else "waits for launcherd to report models and memory"
+        named = [name for name in self._resolved_names() if name not in self._declined]
+        wanted = {item.model: item for item in assign_named(own, named, self._config.slot_limit)}
+        for name, item in wanted.items():
+            if name not in self._assignments:
+                self._assign(item)
+        if self._assignments or self._config.named or self._held_by_owner:
+            return "" if self._assignments else self._unassigned_words(own)
+        if self._view.inventory.scanning and not own.models:
+            return "looking through the models folders"
+        found = assign_model(own, nodes, self._declined)
+        if found is None:
+            return why_unassigned(own, self._declined)
+        self._assign(found)
+        return ""
+
+    def _resolved_names(self) -> list[ModelName]:
+        models = self._view.inventory.models if self._view.inventory else ()
+        known = {model.name for model in models}
+        stems = [(name, name.rsplit("/", 1)[-1].removesuffix(".gguf")) for name in self._config.named]
+        return [ModelName(name if name in known else stem) for name, stem in stems]
+
+    def _unassigned_words(self, own: Node) -> str:
+        if self._config.named and not self._held_by_owner:
+            return f"none of the named models ({', '.join(self._config.named)}) is on disk and fits"
+        return "the last model was unloaded; a model loads when it is asked for"
+
+    # -- derived ---------------------------------------------------------------------------------------------
+
+    def _derive(self) -> list[Effect]:
+        named = tuple(self._resolved_names())
+        nodes = self._view.nodes(named if self._config.configured else ())
+        idle_reason = self._allocate(nodes)
+        catalog = CatalogChanged(models=build_catalog(nodes, self._view.slots.values(), self._assignments))
+        routes = RoutesChanged(routes=build_routes(nodes))
+        assigned = AssignmentsChanged(
+            assignments=tuple(self._assignments[name] for name in sorted(self._assignments)), idle_reason=idle_reason
+        )
+        effects: list[Effect] = []
+        if assigned != self.assigned:
+            self.assigned = assigned
+            effects.append(Publish(assigned))
+        if catalog != self.catalog:
+            self.catalog = catalog
+            effects.append(Publish(catalog))
+        if routes != self.routes:
+            self.routes = routes
+            effects.append(Publish(routes))
+        memory = Memory(declined=tuple(self._declined.items()), held_by_owner=self._held_by_owner)
+        if memory != self._memory:
+            self._memory = memory
+            effects.append(memory)
+        return effects
+
+    def _place(self, text: ModelName) -> ModelPlaced | Refused:
+        if not self._config.configured:
+            return Refused(code="idle", detail=IDLE_WORDS)
+        name = resolve(text, self.catalog.models)
+        if name is None:
+            near = nearest_names(text, self.catalog.models)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            return Refused(
+                code="model_not_found", detail=f"no node of the mesh has a model {text!r}{hint} See GET /v1/models"
+            )
+        nodes = self._view.nodes(())
+        chosen = place(name, nodes)
+        if chosen is None:
+            holders = [node for node in nodes if node.has(name)]
+            reason = (
+                f"{name} {too_large_words(holders[0].models[name], holders)}"
+                if holders
+                else f"no node has the file of {name}; put {name}.gguf into a models folder"
+            )
+            return Refused(code="needs_capacity", detail=reason, retry_after_seconds=30.0)
+        if chosen.is_self and name not in self._assignments:
+            self._assign(Assignment(model=name, origin="request", reason="a request asked for it"))
+        return ModelPlaced(model=name, peer_id=chosen.peer_id, reason=f"{chosen.name} has the file and the room")

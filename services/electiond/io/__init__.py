@@ -1,0 +1,1 @@
+"""electiond's one file."""
