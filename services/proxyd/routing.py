@@ -1,0 +1,83 @@
+"""Which host answers a request: rendezvous hashing on (model, session) with a load guard and a cool-down.
+
+A conversation keeps its host, and with it its KV cache, as long as that host is not overloaded; hosts that come and
+go move only their own share. This version reaches only this node's engines; hosts elsewhere take part in the choice
+as soon as a tunnel to them exists.
+
+Source: DESIGN §8; "Consistent hashing with bounded loads" (Mirrokni, Thorup, Zadimoghaddam 2016).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from shared.ids import ModelName, PeerId
+from shared.messages.models import RouteHost
+
+LOAD_BOUND = 1.25
+"""A host is skipped above this multiple of the mean load: the paper's c, 1.25 keeps moves rare and queues short."""
+COOL_DOWN_FIRST_SECONDS = 1.0
+COOL_DOWN_MOST_SECONDS = 60.0
+
+
+def rendezvous_weight(model: ModelName, session: str, peer_id: PeerId) -> int:
+    """The same on every node and in every process."""
+    data = b"\x00".join(part.encode("utf-8", "surrogatepass") for part in (model, session, peer_id))
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big")
+
+
+def choose_host(
+    model: ModelName,
+    session: str | None,
+    hosts: Sequence[RouteHost],
+    *,
+    self_id: PeerId,
+    excluded: Collection[PeerId] = (),
+) -> RouteHost | None:
+    """The host for a request, None when every one is excluded.
+
+    ``excluded`` are hosts cooling down, slow, or already tried for this request. Without a session the node's own
+    id stands for one, and an own engine that is not overloaded comes first. When all are over the bound, the least
+    loaded one is taken: overload is answered by its queue, not by a wrong choice here.
+    """
+    candidates = [host for host in hosts if host.peer_id not in excluded]
+    if len(candidates) <= 1:
+        return candidates[0] if candidates else None
+    mean = sum(host.load for host in candidates) / len(candidates)
+    # A host with a free place is never too full, however idle the others are.
+    open_hosts = [host for host in candidates if host.load < 1.0 or host.load <= LOAD_BOUND * mean]
+    if not open_hosts:
+        return min(candidates, key=lambda host: (host.load, host.peer_id != self_id, host.peer_id))
+    if session is None:
+        for host in open_hosts:
+            if host.peer_id == self_id:
+                return host
+    key = session if session is not None else str(self_id)
+    return max(open_hosts, key=lambda host: (rendezvous_weight(model, key, host.peer_id), host.peer_id))
+
+
+@dataclass(slots=True)
+class _CoolDown:
+    until: float
+    seconds: float
+
+
+class CoolDowns:
+    """Hosts that just failed. Each further failure doubles the time, a success ends it."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[PeerId, _CoolDown] = {}
+
+    def failed(self, peer_id: PeerId, *, now: float) -> None:
+        known = self._hosts.get(peer_id)
+        seconds = COOL_DOWN_FIRST_SECONDS if known is None else min(known.seconds * 2, COOL_DOWN_MOST_SECONDS)
+        self._hosts[peer_id] = _CoolDown(now + seconds, seconds)
+
+    def succeeded(self, peer_id: PeerId) -> None:
+        if self._hosts:
+            self._hosts.pop(peer_id, None)
+
+    def cooling(self, *, now: float) -> set[PeerId]:
+        return {peer_id for peer_id, state in self._hosts.items() if state.until > now} if self._hosts else set()
