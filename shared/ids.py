@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import NewType
 
 PeerId = NewType("PeerId", str)
@@ -19,13 +18,3 @@ BootId = NewType("BootId", str)
 """One life of one daemon process."""
 
 DAEMONS = ("gossipd", "electiond", "tunneld", "launcherd", "proxyd")
-
-
-def new_boot_id() -> BootId:
-    """16 hex digits from the operating system's randomness. For shells, never for cores."""
-    return BootId(os.urandom(8).hex())
-
-
-def new_request_id() -> RequestId:
-    """24 hex digits from the operating system's randomness. For shells, never for cores."""
-    return RequestId(os.urandom(12).hex())

@@ -27,9 +27,10 @@ import zmq.asyncio
 
 from shared import codec
 from shared.errors import DaemonUnreachable, MeshError, RequestRefused, SchemaError, UnknownTag
-from shared.ids import BootId, new_boot_id, new_request_id
+from shared.ids import BootId
 from shared.io import log
 from shared.io.drive import Tasks
+from shared.io.fresh_ids import new_boot_id, new_request_id
 from shared.messages.common import (
     DaemonInfo,
     GetDaemonInfo,
