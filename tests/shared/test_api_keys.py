@@ -74,9 +74,17 @@ def test_the_document_round_trips() -> None:
 
 @pytest.mark.parametrize(
     "document",
-    [None, [], {}, {"keys": {}}, {"keys": [1]}, {"keys": [{"id": "x"}]}, {"keys": [{"id": "x", "sha256": "short"}]},
-     {"keys": [{"id": 5, "sha256": "0" * 64}]}],
-)  # fmt: skip
+    [
+        None,
+        [],
+        {},
+        {"keys": {}},
+        {"keys": [1]},
+        {"keys": [{"id": "x"}]},
+        {"keys": [{"id": "x", "sha256": "short"}]},
+        {"keys": [{"id": 5, "sha256": "0" * 64}]},
+    ],
+)
 def test_a_broken_document_is_an_error_not_an_empty_ring(document: object) -> None:
     with pytest.raises(StateError):
         from_document(document)
