@@ -18,6 +18,9 @@ from shared.messages.registry import REGISTRY
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """Largest encoded message. A catalog of 2,000 models is about 1 MB; a bigger frame is a fault or an attack."""
 MAX_NESTING = 32
+"""Arrays and maps inside each other; our own messages need 6."""
+DETAIL_CHARACTERS = 300
+"""What an error says about foreign bytes is bounded: they may name a key of megabytes, and we answer and log it."""
 
 Message = Any
 """Any dataclass of :data:`shared.messages.registry.REGISTRY`; callers match on the class."""
@@ -44,7 +47,7 @@ def to_fields(message: Message) -> list[Any]:
 
 
 def to_jsonable(message: Message) -> Any:
-    """The message's fields as JSON types, for ``--json`` and HTTP. Bytes become base64."""
+    """The message's fields as JSON types, for ``--json`` and HTTP. Bytes become URL-safe base64."""
     return _adapter(type(message)).dump_python(message, mode="json")
 
 
@@ -63,14 +66,21 @@ def from_fields(tag: Any, fields: Any) -> Message:
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise SchemaError(f"{tag}: {where}: {first['msg']}") from None
+        raise SchemaError(_short(f"{tag}: {where}: {first['msg']}")) from None
     except (RecursionError, OverflowError, ValueError, TypeError) as error:
-        raise SchemaError(f"{tag}: {error}") from None
+        raise SchemaError(_short(f"{tag}: {error}")) from None
 
 
 def pack(value: Any) -> bytes:
-    """Plain msgpack types to bytes. Raises: SchemaError when larger than ``MAX_MESSAGE_BYTES``."""
-    data: bytes = msgpack.packb(value, use_bin_type=True)
+    """Plain msgpack types to bytes.
+
+    Raises: SchemaError for what msgpack cannot carry (an integer over 64 bits, text that is not Unicode, like the
+    name of a file with stray bytes) and for more than ``MAX_MESSAGE_BYTES``.
+    """
+    try:
+        data: bytes = msgpack.packb(value, use_bin_type=True)
+    except (OverflowError, ValueError) as error:
+        raise SchemaError(_short(f"cannot be sent: {error}")) from None
     if len(data) > MAX_MESSAGE_BYTES:
         raise SchemaError(f"message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
     return data
@@ -92,9 +102,13 @@ def unpack(data: bytes) -> Any:
             max_ext_len=0,
         )
     except (ValueError, TypeError, RecursionError, msgpack.exceptions.UnpackException) as error:
-        raise SchemaError(f"not msgpack: {error}") from None
+        raise SchemaError(_short(f"not msgpack: {str(error) or type(error).__name__}")) from None
     _check_nesting(value)
     return value
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= DETAIL_CHARACTERS else text[: DETAIL_CHARACTERS - 1] + "…"
 
 
 def _check_nesting(value: Any) -> None:

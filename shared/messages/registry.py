@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, dataclass_transform
 
 REGISTRY: dict[str, type[Any]] = {}
+PYDANTIC_CONFIG = {"ser_json_bytes": "base64", "val_json_bytes": "base64"}
+"""Bytes in JSON are base64: signatures are not UTF-8."""
 
 T = TypeVar("T")
 
@@ -17,7 +19,7 @@ T = TypeVar("T")
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def message(cls: type[T]) -> type[T]:
     """Make ``cls`` a frozen, keyword-only, slotted dataclass and register it under its own name."""
-    made = dataclass(frozen=True, kw_only=True, slots=True)(cls)
+    made = part(cls)
     if cls.__name__ in REGISTRY:
         raise TypeError(f"message tag {cls.__name__} is declared twice")
     REGISTRY[cls.__name__] = made
@@ -27,4 +29,6 @@ def message(cls: type[T]) -> type[T]:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 def part(cls: type[T]) -> type[T]:
     """A frozen, keyword-only dataclass that travels only inside a message."""
-    return dataclass(frozen=True, kw_only=True, slots=True)(cls)
+    made = dataclass(frozen=True, kw_only=True, slots=True)(cls)
+    made.__pydantic_config__ = PYDANTIC_CONFIG  # type: ignore[attr-defined]
+    return made
