@@ -187,7 +187,7 @@ class EngineProcess:
         return status
 
     def release(self) -> None:
-        """Stops watching and lets the engine run on. May be repeated."""
+        """Stops watching and lets the engine run on; this object is of no more use. May be repeated."""
         self._watch.close()
         self._trimmer.cancel()
 

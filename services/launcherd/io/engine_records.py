@@ -142,8 +142,10 @@ class EngineRecords:
                     signal_family(identity, signal.SIGCONT)
             await _until_gone(leftovers, until)
         # A wrapper's children may have left its session, or have been started while it was ended.
-        for identity in await asyncio.to_thread(self._processes, record):
+        late = await asyncio.to_thread(self._processes, record)
+        for identity in late:
             send_signal(identity, signal.SIGKILL)
+        await _until_gone(late, deadline + 2 * KILL_SECONDS)
         self.remove(record.engine_id)
         return bool(leftovers)
 

@@ -82,7 +82,10 @@ async def launch_engine(
 async def _undo(process: EngineProcess | None, records: EngineRecords, engine_id: str) -> None:
     if process is not None:
         await process.stop(grace_seconds=1.0)
-    records.remove(engine_id)
+    try:
+        records.remove(engine_id)
+    except OSError:
+        pass  # The load's own error matters more; a record without a process is swept at the next start.
 
 
 def _save(records: EngineRecords, record: EngineRecord) -> None:
