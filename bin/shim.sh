@@ -1,10 +1,10 @@
 # Sourced by the executables beside it, with $self (the file of this folder that was run) and $module set.
-# MESHD_PYTHON names another Python; otherwise .venv's, otherwise a python3 that has the packages.
+# The Python is .venv's; without one MESHD_PYTHON, without that a python3 that has the packages.
 repository=$(cd "$(dirname "$self")/.." && pwd -P) || exit 1
-if [ -n "${MESHD_PYTHON:-}" ]; then
-    python=$MESHD_PYTHON
-elif [ -x "$repository/.venv/bin/python" ]; then
+if [ -x "$repository/.venv/bin/python" ]; then
     python=$repository/.venv/bin/python
+elif [ -n "${MESHD_PYTHON:-}" ]; then
+    python=$MESHD_PYTHON
 elif python3 -c 'import zmq, msgpack, pydantic, click' 2>/dev/null; then
     python=python3
 else

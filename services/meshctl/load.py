@@ -1,0 +1,124 @@
+"""``load`` and ``unload``: ask launcherd, and say what it is waiting for meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import click
+
+from services.meshctl.completion import complete_model
+from services.meshctl.config_file import update_config
+from services.meshctl.node import Node, run, survey
+from services.meshctl.output import Waiting, print_json, progress
+from services.meshctl.reload import reload_daemons
+from shared.codec import Message
+from shared.ids import ModelName
+from shared.messages.common import Done
+from shared.messages.models import LoadModel, ModelLoaded, SlotChanged, UnloadModel
+
+LOAD_SECONDS = 24 * 3600.0 - 1
+"""launcherd decides when a load has failed; the queue before it waits as long as it takes."""
+LOOK_SECONDS = 0.3
+
+
+@click.command()
+@click.argument("model", shell_complete=complete_model)
+@click.option(
+    "--ctx", "context_tokens", type=click.IntRange(min=0), default=0, help="Context over all requests, tokens."
+)
+@click.option("--parallel", type=click.IntRange(min=0), default=0, help="Requests it works on at once.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def load(model: str, context_tokens: int, parallel: int, as_json: bool) -> None:
+    """Load MODEL on this node and wait until it is ready.
+
+    With the same options on a loaded model nothing happens; with others it is loaded again.
+    """
+    node = Node()
+    loaded = load_model(node, model, context_tokens=context_tokens, parallel=parallel)
+    if as_json:
+        print_json(
+            {
+                "model": loaded.model,
+                "slot_id": loaded.slot_id,
+                "load_seconds": loaded.load_seconds,
+                "already": loaded.already,
+            }
+        )
+    elif loaded.already:
+        click.echo(f"{loaded.model} is ready already.")
+    else:
+        click.echo(f"{loaded.model} is ready, loaded in {loaded.load_seconds:.1f} s. Next: meshctl chat {loaded.model}")
+
+
+def load_model(node: Node, model: str, *, context_tokens: int = 0, parallel: int = 0) -> ModelLoaded:
+    """Ready when it returns. An idle node gets its ``mesh.toml`` first.
+
+    Raises: NodeDown, RequestRefused with launcherd's reason, DaemonUnreachable.
+    """
+    node.running()
+    configure(node)
+    request = LoadModel(model=ModelName(model), context_tokens=context_tokens, parallel=parallel)
+    reply = _ask_and_watch(node, request, model)
+    assert isinstance(reply, ModelLoaded), reply
+    return reply
+
+
+def configure(node: Node) -> None:
+    """Make an idle node one that serves, as DESIGN §2 says of load and run."""
+    if not node.paths.config_file.exists():
+        update_config(node.paths.config_file, node.environ, {})
+        progress(f"Wrote {node.paths.config_file}: this node serves models now")
+        reload_daemons(node)
+
+
+def _ask_and_watch(node: Node, request: Message, model: str) -> Message:
+    waiting = Waiting()
+
+    async def work() -> Message:
+        from shared.io.bus import BusClient
+
+        client = BusClient("launcherd", node.paths)
+        asked = asyncio.ensure_future(client.request(request, deadline_seconds=LOAD_SECONDS))
+        started = time.monotonic()
+        try:
+            while True:
+                done, _ = await asyncio.wait({asked}, timeout=LOOK_SECONDS)
+                if done:
+                    return asked.result()
+                waiting.show(await _state(node, model), time.monotonic() - started)
+        finally:
+            asked.cancel()
+            client.close()
+
+    try:
+        return run(work())
+    finally:
+        waiting.done()
+
+
+async def _state(node: Node, model: str) -> str:
+    said = (await survey(node.paths, ["launcherd"])).snapshots["launcherd"]
+    if said is None:
+        return "launcherd is being restarted; the request is repeated"
+    slots = [item for item in said if isinstance(item, SlotChanged) and (not model or item.model == model)]
+    if not slots:
+        return f"{model or 'models'}: asked launcherd"
+    newest = min(slots, key=lambda slot: slot.state_age_seconds)
+    return f"{newest.model}: {newest.state}, {newest.reason or 'no reason given'}"
+
+
+@click.command()
+@click.argument("model", required=False, shell_complete=complete_model)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def unload(model: str | None, as_json: bool) -> None:
+    """Unload MODEL, or every model. Requests that are running finish first."""
+    node = Node()
+    node.running()
+    request = UnloadModel(model=ModelName(model) if model else None)
+    reply = _ask_and_watch(node, request, model or "")
+    detail = reply.detail if isinstance(reply, Done) else ""
+    if as_json:
+        print_json({"model": model, "detail": detail})
+    else:
+        click.echo(detail or f"{model or 'Every model'} is unloaded.")

@@ -1,0 +1,279 @@
+"""``status``, ``ps``, ``peers`` and ``version``: what the node says about itself."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from services.meshctl.node import Node, NodeDown
+from services.meshctl.output import age, clean, console, print_json, short_id, size, table
+from shared.ids import DAEMONS
+from shared.version import VERSION
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from shared.status_view import ModelStatus, NodeStatus
+
+WATCH_SECONDS = 1.0
+
+
+@click.command()
+@click.option("--watch", "-w", is_flag=True, help="Refresh every second until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def status(watch: bool, as_json: bool) -> None:
+    """Show daemons, models, addresses and what to do next.
+
+    Exit status 1 when the node is down.
+    """
+    if not watch:
+        if not _show(Node(), as_json):
+            raise SystemExit(1)
+        return
+    _watch(as_json)
+
+
+def _show(node: Node, as_json: bool) -> bool:
+    from shared.status_view import to_jsonable
+
+    view = node.status()
+    up = view.overall != "down" or node.supervised is not None
+    if as_json:
+        document = to_jsonable(view)
+        if not up:
+            document["error"] = {"code": NodeDown.code, "detail": _down_text(node)}
+        print_json(document)
+    elif up:
+        render(view, console())
+    else:
+        click.echo(f"meshctl: {_down_text(node)}", err=True)
+    return up
+
+
+def _down_text(node: Node) -> str:
+    return f"this node is not running (MESH_HOME={node.paths.home}). Next: meshctl up"
+
+
+def _watch(as_json: bool) -> None:
+    from rich.console import Group
+    from rich.live import Live
+    from rich.text import Text
+
+    if as_json or not sys.stdout.isatty():
+        while True:
+            _show(Node(), as_json)
+            sys.stdout.flush()
+            time.sleep(WATCH_SECONDS)
+    screen = console()
+    with Live(console=screen, screen=True, auto_refresh=False) as live:
+        while True:
+            node = Node()
+            view = node.status()
+            if view.overall == "down" and node.supervised is None:
+                live.update(Text(_down_text(node)), refresh=True)
+            else:
+                live.update(Group(*_parts(view, screen.width)), refresh=True)
+            time.sleep(WATCH_SECONDS)
+
+
+def render(view: NodeStatus, screen: Console) -> None:
+    for part in _parts(view, screen.width):
+        screen.print(part)
+
+
+def _parts(view: NodeStatus, width: int) -> list[Any]:
+    from rich.text import Text
+
+    from services.meshctl.output import STATE_STYLES
+
+    node = view.node
+    head = Text()
+    head.append(clean(node.name or "this node"), style="bold")
+    head.append("  ")
+    head.append(view.overall, style=STATE_STYLES.get(view.overall, ""))
+    head.append(f"  {clean(view.summary.removeprefix(view.overall + ': '))}")
+    facts = [
+        ("node", f"{node.peer_id}  meshd {node.version}" + (f"  {node.role}" if node.role else "")),
+        ("mesh", _mesh(view)),
+        ("device", _device(view)),
+        ("engine", node.engine or ("none" if node.engine_reason else "")),
+        ("api", view.addresses.api and f"{view.addresses.api}/v1" + _requests(view)),
+        ("console", view.addresses.console),
+        ("reach", "\n".join(_without_peer(address) for address in view.addresses.mesh)),
+    ]
+    lines = Text()
+    for label, value in facts:
+        if value:
+            for at, line in enumerate(clean(value).splitlines()):
+                lines.append(f"  {label if not at else '':8}", style="dim")
+                lines.append(f"{line}\n")
+    lines.rstrip()
+    parts: list[Any] = [head, lines, Text(), _daemon_table(view)]
+    if view.models:
+        parts += [Text(), _model_table(view.models, width)]
+    if view.hints:
+        parts += [Text(), Text("\n".join(f"next: {clean(hint)}" for hint in view.hints))]
+    return parts
+
+
+def _mesh(view: NodeStatus) -> str:
+    if not view.node.mesh_id:
+        return ""
+    name = view.node.mesh_name or f"unnamed {view.node.mesh_id}"
+    count = sum(peer.state == "alive" for peer in view.peers)
+    return f"{name}  {count} node{'s' if count != 1 else ''}"
+
+
+def _device(view: NodeStatus) -> str:
+    node = view.node
+    if not node.device:
+        return ""
+    text = f"{node.device}  {size(node.vram_bytes)} for models"
+    return text + (f" of {size(node.total_bytes)}" if node.total_bytes else "")
+
+
+def _requests(view: NodeStatus) -> str:
+    requests = view.requests
+    return f"  {requests.total} requests, {requests.active} now" if requests.total else ""
+
+
+def _without_peer(address: str) -> str:
+    """Every multiaddr of a node ends in its id, which is shown once already."""
+    return address.partition("/p2p/")[0]
+
+
+def _daemon_table(view: NodeStatus) -> Any:
+    rows = [
+        (
+            daemon.name,
+            daemon.state,
+            str(daemon.pid or ""),
+            age(daemon.uptime_seconds) if daemon.state == "running" else f"down {age(daemon.down_seconds)}".strip(),
+            "" if not daemon.restarts else str(daemon.restarts),
+            daemon.detail,
+        )
+        for daemon in view.daemons
+    ]
+    headers = ["DAEMON", "STATE", "PID", "UP", "RESTARTS", "DOES"]
+    if not any(row[4] for row in rows):
+        rows = [(*row[:4], row[5]) for row in rows]  # type: ignore[misc]
+        headers.remove("RESTARTS")
+    return table(headers, rows, state_column=1)
+
+
+def _model_table(models: tuple[ModelStatus, ...], width: int) -> Any:
+    headers = ["MODEL", "STATUS", "SIZE", "BUSY", "HOSTS", "REASON"]
+    rows = [
+        [model.name, model.status, size(model.size_bytes), busy(model), ", ".join(model.hosts), model.reason]
+        for model in models
+    ]
+    drop = [at for at in (2, 3, 4) if not any(row[at] for row in rows) or (width < 70 and at in (2, 4))]
+    keep = [at for at in range(len(headers)) if at not in drop]
+    return table([headers[at] for at in keep], [[row[at] for at in keep] for row in rows], state_column=1)
+
+
+def busy(model: ModelStatus) -> str:
+    """``2/4 +3``: requests running, how many could, how many wait."""
+    here = model.here
+    if here is None or not here.parallel:
+        return ""
+    return f"{here.busy}/{here.parallel}" + (f" +{here.waiting}" if here.waiting else "")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def ps(as_json: bool) -> None:
+    """List the models that are loaded or on their way, with the nodes that serve them."""
+    node = Node()
+    node.running()
+    view = node.status()
+    shown = [model for model in view.models if model.hosts or model.here is not None]
+    if as_json:
+        import dataclasses
+
+        print_json([dataclasses.asdict(model) for model in shown])
+        return
+    if not shown:
+        click.echo("No model is loaded. Next: meshctl models list, then meshctl load MODEL")
+        return
+    until = _until(node)
+    rows = [
+        (
+            model.name,
+            ", ".join(model.hosts) or "this node",
+            size(model.need_bytes or model.size_bytes),
+            str(model.here.parallel or "") if model.here else "",
+            busy(model),
+            f"{age(model.here.last_use_age_seconds)} ago" if model.here and model.here.requests_total else "",
+            until(model) if model.status == "ready" else model.reason,
+        )
+        for model in shown
+    ]
+    console().print(table(["MODEL", "NODES", "SIZE", "SLOTS", "BUSY", "USED", "UNTIL"], rows))
+
+
+def _until(node: Node) -> Any:
+    minutes = node.config.models.idle_unload_minutes
+
+    def words(model: ModelStatus) -> str:
+        if not minutes or model.here is None:
+            return "another needs the room"
+        if model.here.busy:
+            return f"idle for {minutes:g} min"
+        return f"in {age(max(0.0, minutes * 60 - model.here.last_use_age_seconds))}"
+
+    return words
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def peers(as_json: bool) -> None:
+    """List the nodes of the mesh, this one first."""
+    node = Node()
+    node.running()
+    view = node.status()
+    if as_json:
+        import dataclasses
+
+        print_json([dataclasses.asdict(peer) for peer in view.peers])
+        return
+    if not view.peers:
+        why = next(daemon for daemon in view.daemons if daemon.name == "gossipd")
+        raise NodeDown(f"gossipd knows no node, not even this one: {why.detail}. See 'meshctl logs gossipd'")
+    rows = [
+        (
+            peer.name + (" (this node)" if peer.is_self else ""),
+            peer.state,
+            peer.role,
+            short_id(peer.peer_id),
+            peer.device,
+            size(peer.vram_bytes),
+            ", ".join(peer.hosted),
+        )
+        for peer in sorted(view.peers, key=lambda peer: (not peer.is_self, peer.name, peer.peer_id))
+    ]
+    console().print(table(["NODE", "STATE", "ROLE", "ID", "DEVICE", "MEMORY", "SERVES"], rows, state_column=1))
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def version(as_json: bool) -> None:
+    """Show the versions of meshctl, its Python and every daemon, and warn of a mixture."""
+    node = Node()
+    infos = node.survey().infos if os.path.isdir(node.paths.bus) else dict.fromkeys(DAEMONS)
+    daemons = {name: info.version if info else "" for name, info in infos.items()}
+    skewed = sorted(name for name, said in daemons.items() if said and said != VERSION)
+    python = ".".join(str(part) for part in sys.version_info[:3])
+    if as_json:
+        print_json({"meshctl": VERSION, "python": python, "daemons": daemons, "skew": skewed})
+        return
+    click.echo(f"meshctl    {VERSION}  (Python {python})")
+    for name in DAEMONS:
+        said = daemons.get(name) or "not running"
+        click.echo(f"{name:10} {clean(said)}{'  differs' if name in skewed else ''}")
+    if skewed:
+        click.echo("Next: meshctl restart, so that every daemon runs this version")
