@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import difflib
 import ipaddress
+import itertools
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -167,7 +169,7 @@ def load_config(path: Path, environ: Mapping[str, str]) -> NodeConfig:
         configured = False
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {path}: {error}; fix its permissions or contents") from error
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
     return build_config(document, environ, source=str(path), configured=configured)
 
@@ -187,16 +189,19 @@ def build_config(
             if key not in known:
                 raise ConfigError(f"{source}: unknown key {name}.{key}{_nearest(key, known)}")
             values[name][key] = value
+    said_by: dict[str, str] = {}
     for variable, (name, key) in ENVIRONMENT.items():
         text = environ.get(variable)
         if text:
             values[name][key] = text
+            said_by[f"{name}.{key}"] = variable
     limits = values["models"].get("max_loaded_models")
     if limits is not None:
-        values["models"]["max_loaded_models"] = parse_limits(limits, source=source)
-    sections = {name: _validated(name, cls, values[name], source) for name, cls in SECTIONS.items()}
+        where = said_by.get("models.max_loaded_models", source)
+        values["models"]["max_loaded_models"] = parse_limits(limits, source=where)
+    sections = {name: _validated(name, cls, values[name], source, said_by) for name, cls in SECTIONS.items()}
     config = NodeConfig(**sections, configured=configured)
-    _check(config, source)
+    _check(config, source, said_by)
     return config
 
 
@@ -215,7 +220,9 @@ def parse_limits(value: Any, *, source: str) -> tuple[int, ...]:
     return limits
 
 
-def _validated(name: str, cls: type[Any], values: dict[str, Any], source: str) -> Any:
+def _validated(
+    name: str, cls: type[Any], values: dict[str, Any], source: str, said_by: Mapping[str, str]
+) -> Any:
     hints = get_type_hints(cls)
     checked: dict[str, Any] = {}
     for key, value in values.items():
@@ -223,29 +230,42 @@ def _validated(name: str, cls: type[Any], values: dict[str, Any], source: str) -
             if isinstance(value, bool) is not (hints[key] is bool):
                 raise ValueError("true or false" if hints[key] is bool else "not true or false")
             checked[key] = TypeAdapter(hints[key]).validate_python(value)
+            if isinstance(checked[key], int | float) and not LOWEST.get(key, 0) <= checked[key] < math.inf:
+                raise ValueError(f"a number of at least {LOWEST.get(key, 0)}")
         except (ValidationError, ValueError) as error:
             why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
-            raise ConfigError(f"{source}: {name}.{key} = {value!r}: {why}") from None
+            raise ConfigError(f"{_where(source, said_by, name, key)} = {value!r}: {why}") from None
     return cls(**checked)
 
 
-def _check(config: NodeConfig, source: str) -> None:
-    for name, port in (("api", config.api.port), ("console", config.console.port), ("mesh", config.mesh.port)):
-        if not 0 <= port <= 65535:
-            raise ConfigError(f"{source}: {name}.port = {port}: a port is 0 (any free one) to 65535")
-    if config.api.port == config.console.port != 0:
-        raise ConfigError(f"{source}: api.port and console.port are both {config.api.port}; they must differ")
+LOWEST = {"gpu_layers": -1, "parallel": 1, "queue_limit": 1, "max_body_bytes": 1}
+"""Smallest value of a number; 0 for all others."""
+
+
+def _where(source: str, said_by: Mapping[str, str], name: str, key: str) -> str:
+    """The place a person has to look at: the variable that overrode the key, else the file."""
+    variable = said_by.get(f"{name}.{key}")
+    return f"{variable} (for {name}.{key})" if variable else f"{source}: {name}.{key}"
+
+
+def _check(config: NodeConfig, source: str, said_by: Mapping[str, str]) -> None:
+    ports = {"api": config.api.port, "console": config.console.port, "mesh": config.mesh.port}
+    for name, port in ports.items():
+        if port > 65535:
+            where = _where(source, said_by, name, "port")
+            raise ConfigError(f"{where} = {port}: a port is 0 (any free one) to 65535")
+    for one, other in itertools.combinations(ports, 2):
+        if ports[one] == ports[other] != 0:
+            raise ConfigError(f"{source}: {one}.port and {other}.port are both {ports[one]}; they must differ")
     for name, host in (("api", config.api.host), ("console", config.console.host), ("mesh", config.mesh.host)):
         if host != "localhost":
             try:
                 ipaddress.ip_address(host)
             except ValueError:
-                raise ConfigError(f"{source}: {name}.host = {host!r}: give an IP address, e.g. 127.0.0.1") from None
+                where = _where(source, said_by, name, "host")
+                raise ConfigError(f"{where} = {host!r}: give an IP address, e.g. 127.0.0.1") from None
     if not 0.05 <= config.node.cpu_share <= 1:
         raise ConfigError(f"{source}: node.cpu_share = {config.node.cpu_share}: between 0.05 and 1")
-    for key in ("parallel", "queue_limit"):
-        if getattr(config.engine, key) < 1:
-            raise ConfigError(f"{source}: engine.{key} must be at least 1")
 
 
 def _nearest(word: str, known: Any) -> str:

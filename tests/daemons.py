@@ -57,7 +57,9 @@ class DaemonProcess:
         """Raises: AssertionError with the log when the daemon ends or stays silent."""
         try:
             wait_until(
-                lambda: self.is_ready() or self.process.poll() is not None, seconds, f"{self.name} prints its ready line"
+                lambda: self.is_ready() or self.process.poll() is not None,
+                seconds,
+                f"{self.name} prints its ready line",
             )
             assert self.process.poll() is None, f"{self.name} ended with status {self.process.returncode}"
         except AssertionError as error:

@@ -197,7 +197,12 @@ def test_mutated_messages_raise_only_schema_error(message: Any, data: st.DataObj
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8) | st.binary(max_size=8),
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
     max_leaves=8,
 )
@@ -285,9 +290,7 @@ def test_claimed_sizes_and_foreign_kinds_are_refused_at_once(hostile: bytes) -> 
 def test_an_error_about_foreign_bytes_stays_short() -> None:
     """The answer to a hostile message must fit into a message."""
     fields = codec.to_fields(
-        DaemonInfo(
-            name="x", pid=1, version="1", boot_id=BootId("b"), uptime_seconds=1.0, state="", counters={"a": 1}
-        )
+        DaemonInfo(name="x", pid=1, version="1", boot_id=BootId("b"), uptime_seconds=1.0, state="", counters={"a": 1})
     )[1]
     with pytest.raises(SchemaError) as caught:
         codec.from_fields("DaemonInfo", {**fields, "counters": {"k" * 1_000_000: "no number"}})
