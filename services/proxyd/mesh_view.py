@@ -207,8 +207,11 @@ class MeshView:
         member = self.members.get(peer_id)
         return member.announcement.name if member is not None and member.announcement.name else str(peer_id)
 
-    def resolve(self, name: str | None, model_type: ModelType) -> Resolution:
-        """What a request for ``name`` on a route of ``model_type`` means now."""
+    def resolve(self, name: str | None, model_type: ModelType, *, settled: bool | None = None) -> Resolution:
+        """What a request for ``name`` on a route of ``model_type`` means now.
+
+        ``settled``: true to decide with what is known, although some daemon has not been heard yet.
+        """
         if name is None:
             ready = self.ready_models(model_type)
             return ready[0] if len(ready) == 1 else Unnamed(tuple(sorted(item.model for item in ready)))
@@ -217,12 +220,12 @@ class MeshView:
             return known if known.type == model_type else WrongType(known.model, known.type)
         model = self._merged.get(ModelName(name)) or self._merged.get(ModelName(name.removesuffix(".gguf")))
         if model is None:
-            return self._resolve_unlisted(name, model_type)
+            return self._resolve_unlisted(name, model_type, self.settled if settled is None else settled)
         if model.type != model_type:
             return WrongType(model.name, model.type)
         return self._ready.get(model.name) or self._not_ready(model)
 
-    def _resolve_unlisted(self, name: str, model_type: ModelType) -> Resolution:
+    def _resolve_unlisted(self, name: str, model_type: ModelType, settled: bool) -> Resolution:
         if name == AUTO:
             ready = self.ready_models(model_type)
             if ready:
@@ -233,9 +236,9 @@ class MeshView:
             if starting:
                 slot = max(starting, key=lambda slot: (self._size(slot.model), slot.model))
                 return self._not_ready(self._merged[slot.model])
-            if self.settled:
+            if settled:
                 return NoneReady(f"no model of type {model_type} is ready")
-        if not self.settled:
+        if not settled:
             return Unsettled("this node has just started and is still reading its models")
         names = [model.name for model in self._merged.values()]
         return Unknown(name, tuple(difflib.get_close_matches(name[:64], names, n=3, cutoff=0.4)))

@@ -23,7 +23,7 @@ Outcome = Literal["active", "ok", "refused", "client_gone", "engine_failed", "er
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestRecord:
-    """One request. Times are seconds; `started` is on the event loop's clock, the others are durations."""
+    """One request. Times are seconds; `started` is on the monotonic clock, the others are durations."""
 
     request_id: RequestId
     route: str

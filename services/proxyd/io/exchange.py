@@ -1,0 +1,458 @@
+"""One inference request from its body to the last byte of its answer.
+
+=========  ==================================================================================================
+receive    the body is read whole (it names the model, and a retry needs it), up to ``max_body_bytes``
+resolve    what the model name means now; what can never be answered fails here
+lease      a free credit at once; else wait while the model is placed, loaded or busy
+attempt    the request goes to the engine; until a byte of the answer was sent, a failing engine costs only
+           another attempt
+forward    bytes as they come; their ends are kept for statistics
+=========  ==================================================================================================
+
+A client that goes away cancels whatever is under way: the place in the queue, or the connection to the engine. To
+learn of it takes a task; a request that ends within ``WATCH_AFTER_SECONDS`` does without.
+
+Source: DESIGN §8; TRAPS 26, 30, 34.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.proxyd.headers import IncomingHeaders, engine_request, returned_headers
+from services.proxyd.interfaces import Headers, Place
+from services.proxyd.io.lease_client import Lease, LeaseClient
+from services.proxyd.io.upstream import Address, NotReached, UpstreamFailed, UpstreamPool, UpstreamResponse
+from services.proxyd.io.waiting import LeaseWait
+from services.proxyd.mesh_view import MeshView, NotReady, Ready, Unsettled
+from services.proxyd.replies import (
+    STREAM_TYPE,
+    Failure,
+    error_headers,
+    error_object,
+    stream_comment,
+    stream_error,
+    to_json,
+)
+from services.proxyd.request_head import BadRequest, parse_head, session_key
+from services.proxyd.requests_log import RequestRecord
+from services.proxyd.resolution import failure_of
+from services.proxyd.routes import InferenceRoute
+from services.proxyd.routing import CoolDowns, choose_host
+from services.proxyd.usage import BodyEnds
+from shared.config import ApiSection
+from shared.ids import ModelName
+
+ATTEMPTS = 3
+WATCH_AFTER_SECONDS = 0.05
+STALL_SECONDS = 2.0
+"""Silence after which launcherd is asked to probe the engine. Not an error by itself: prefill may take longer."""
+WHOLE_BYTES = 64 * 1024
+"""An answer that is no stream is held until it is complete or so large: cut before that, it is tried again."""
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class DataPlane:
+    """What all exchanges share."""
+
+    view: MeshView
+    leases: LeaseClient
+    place: Place
+    config: ApiSection
+    node_name: str
+    pool: UpstreamPool
+    cors: Callable[[Headers], list[tuple[bytes, bytes]]]
+    cool_downs: CoolDowns = field(default_factory=CoolDowns)
+    node_header: bytes = b""
+    _addresses: dict[str, tuple[Address, bytes]] = field(default_factory=dict)
+
+    def address(self, base_url: str) -> tuple[Address, bytes]:
+        """(host, port) and the Host header of ``http://HOST:PORT``."""
+        known = self._addresses.get(base_url)
+        if known is None:
+            if len(self._addresses) > 1000:
+                self._addresses.clear()
+            authority = base_url.removeprefix("http://")
+            host, _, port = authority.rpartition(":")
+            known = self._addresses[base_url] = ((host.strip("[]"), int(port)), authority.encode("ascii"))
+        return known
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+class Exchange:
+    """See the module. ``run`` never raises for anything a client or an engine does."""
+
+    __slots__ = (
+        "_body",
+        "_body_at",
+        "_gone",
+        "_head_sent",
+        "_incoming",
+        "_lease",
+        "_plane",
+        "_receive",
+        "_response",
+        "_route",
+        "_scope",
+        "_send",
+        "_sent_at",
+        "_silence_told",
+        "_streams",
+        "_task",
+        "_watcher",
+        "finished",
+        "record",
+    )
+
+    def __init__(
+        self,
+        plane: DataPlane,
+        route: InferenceRoute,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        incoming: IncomingHeaders,
+        record: RequestRecord,
+    ) -> None:
+        self._plane = plane
+        self._route = route
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._incoming = incoming
+        self.record = record
+        self.finished = False
+        self._gone = False
+        self._task: asyncio.Task[Any] | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._body = b""
+        self._body_at = record.started
+        self._head_sent = False
+        self._streams = False
+        self._lease: Lease | None = None
+        self._response: UpstreamResponse | None = None
+        self._sent_at = 0.0
+        self._silence_told = False
+
+    async def run(self) -> None:
+        self._task = asyncio.current_task()
+        record = self.record
+        try:
+            self._body = await self._read_body()
+            self._body_at = time.monotonic()
+            record.request_bytes = len(self._body)
+            head = parse_head(self._body, self._incoming.content_type)
+            record.streaming = head.stream
+            record.model = head.model
+            await self._answer(head.model)
+        except ClientGone:
+            record.outcome = "client_gone"
+        except BadRequest as error:
+            await self._fail(Failure(400, error.code, error.message, param=error.param))
+        except Failure as failure:
+            await self._fail(failure)
+        except asyncio.CancelledError:
+            if not self._gone:
+                record.outcome = "error"
+                record.reason = "proxyd was stopped"
+                raise
+            if self._task is not None:
+                self._task.uncancel()
+            record.outcome = "client_gone"
+        finally:
+            self.finished = True
+            record.total_seconds = time.monotonic() - record.started
+            if self._watcher is not None:
+                self._watcher.cancel()
+
+    # -- the client ---------------------------------------------------------------------------------------
+
+    async def _read_body(self) -> bytes:
+        limit = self._plane.config.max_body_bytes
+        if (self._incoming.content_length or 0) > limit:
+            raise self._too_large(limit)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            part = message.get("body", b"")
+            if not message.get("more_body", False):
+                if not parts:
+                    return bytes(part)
+                parts.append(part)
+                return b"".join(parts)
+            size += len(part)
+            if size > limit:
+                raise self._too_large(limit)
+            parts.append(part)
+
+    @staticmethod
+    def _too_large(limit: int) -> Failure:
+        return Failure(
+            413,
+            "body_too_large",
+            f"the request body is over this node's limit of {limit} bytes; send less, or raise api.max_body_bytes in "
+            "mesh.toml",
+        )
+
+    def sweep(self, now: float) -> None:
+        """Called a few times a second while the request runs."""
+        if self._watcher is None and self._task is not None and now - self._body_at > WATCH_AFTER_SECONDS:
+            self.watch()
+        lease, response = self._lease, self._response
+        if lease is None:
+            return
+        heard_at = self._sent_at if response is None else response.heard_at
+        if now - heard_at < STALL_SECONDS:
+            self._silence_told = False
+        elif not self._silence_told and (response is None or not response.buffered_bytes):
+            self._silence_told = True
+            self._plane.leases.suspect(lease, f"no byte for {now - heard_at:.1f} s", broken=False)
+
+    def watch(self) -> None:
+        """Notice from now on that the client goes away."""
+        if self._watcher is None and not self.finished:
+            self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="client watch")
+
+    async def _watch(self) -> None:
+        if self._body_at <= self.record.started:
+            return
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        if not self.finished and self._task is not None:
+            self._gone = True
+            self._task.cancel()
+
+    # -- resolving and waiting ----------------------------------------------------------------------------
+
+    async def _answer(self, name: ModelName | None) -> None:
+        plane, record = self._plane, self.record
+        wanted = plane.view.resolve(name, self._route.type)
+        while record.attempts < ATTEMPTS:
+            if not isinstance(wanted, Ready | NotReady | Unsettled):
+                raise failure_of(wanted, self._route)
+            lease = None
+            if isinstance(wanted, Ready) and self._is_local(wanted):
+                record.model = wanted.model
+                lease = plane.leases.try_acquire(wanted.model)
+            if lease is None:
+                lease = await self._wait(name)
+            record.reason = ""
+            record.attempts += 1
+            self._lease = lease
+            try:
+                if await self._attempt(lease):
+                    return
+            finally:
+                self._lease = None
+                plane.leases.release(lease)
+            wanted = plane.view.resolve(name, self._route.type)
+        raise Failure(
+            503,
+            "engine_failed",
+            f"the engine of {record.model} failed {ATTEMPTS} times on this request ({record.reason}); "
+            f"'meshctl logs launcherd' and 'meshctl why {record.model}' tell more",
+            retry_after_seconds=10,
+        )
+
+    def _is_local(self, wanted: Ready) -> bool:
+        """Whether this node's own engine is the one to ask. Hosts elsewhere need a tunnel to be candidates."""
+        if not wanted.local:
+            return False
+        self_id = self._plane.view.self_id
+        hosts = wanted.hosts if len(wanted.hosts) == 1 else [host for host in wanted.hosts if host.peer_id == self_id]
+        if len(hosts) == 1:
+            return True
+        cooling = self._plane.cool_downs.cooling(now=time.monotonic())
+        chosen = choose_host(wanted.model, session_key(self._body), hosts, self_id=self_id, excluded=cooling)
+        return chosen is None or chosen.peer_id == self_id
+
+    async def _wait(self, name: ModelName | None) -> Lease:
+        """A lease, after however long it takes. Raises: Failure."""
+        self.watch()
+        began = time.monotonic()
+        plane, record = self._plane, self.record
+        wait = LeaseWait(plane.view, plane.leases, plane.place, plane.config, self._route, name, record)
+        try:
+            return await wait.run(self._say_waiting if record.streaming else None)
+        finally:
+            record.queue_seconds += time.monotonic() - began
+
+    async def _say_waiting(self, reason: str) -> None:
+        """The client of a stream learns why it waits; from here on errors are events."""
+        if not self._head_sent:
+            headers = [(b"content-type", STREAM_TYPE), (b"cache-control", b"no-cache"), *self._own_headers()]
+            await self._start(200, headers)
+            self._streams = True
+        comment = stream_comment(f"waiting: {reason}")
+        await self._send({"type": "http.response.body", "body": comment, "more_body": True})
+
+    # -- the engine ---------------------------------------------------------------------------------------
+
+    async def _attempt(self, lease: Lease) -> bool:
+        """Whether the request is answered; False when another attempt may do better."""
+        plane, scope = self._plane, self._scope
+        address, authority = plane.address(lease.base_url)
+        target: bytes = scope["raw_path"]
+        if scope["query_string"]:
+            target = target + b"?" + scope["query_string"]
+        head = engine_request(target, authority, lease.api_key, self._incoming.forwarded, len(self._body))
+        self._sent_at = time.monotonic()
+        self._silence_told = False
+        try:
+            response = await plane.pool.request(address, head, self._body)
+        except NotReached as error:
+            self._engine_failed(lease, error)
+            return False
+        self._response = response
+        try:
+            return await self._forward(response, lease)
+        finally:
+            self._response = None
+            response.close()
+
+    def _engine_failed(self, lease: Lease, error: UpstreamFailed) -> None:
+        self.record.reason = f"the engine {error.detail}"
+        self._plane.cool_downs.failed(self._plane.view.self_id, now=time.monotonic())
+        self._plane.leases.suspect(lease, error.detail, broken=True)
+
+    async def _forward(self, response: UpstreamResponse, lease: Lease) -> bool:
+        is_stream = False
+        for name, value in response.headers:
+            if len(name) == 12 and name.lower() == b"content-type":
+                is_stream = value.startswith(STREAM_TYPE)
+        try:
+            data = await self._first_bytes(response, is_stream)
+        except UpstreamFailed as error:
+            self._engine_failed(lease, error)
+            return False
+        heard_at = response.heard_at
+        record = self.record
+        record.status = response.status
+        now = time.monotonic()
+        record.first_byte_seconds = now - self._body_at
+        record.overhead_seconds = self._sent_at - record.started - record.queue_seconds + now - heard_at
+        if not self._streams:
+            await self._start(response.status, [*returned_headers(response.headers), *self._own_headers()])
+        elif not is_stream or response.status != 200:
+            raise await self._engine_error(response, data)
+        ends = BodyEnds()
+        send = self._send
+        try:
+            while True:
+                if data:
+                    ends.add(data)
+                    record.response_bytes += len(data)
+                if response.complete and not response.buffered_bytes:
+                    await send({"type": "http.response.body", "body": data, "more_body": False})
+                    break
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await response.more()
+                data = response.take()
+        except UpstreamFailed as error:
+            # Going on elsewhere with the text so far would begin here; one node has nowhere else to go.
+            self._engine_failed(lease, error)
+            await self._cut(is_stream, ends)
+        else:
+            record.outcome = "ok" if response.status < 400 else "error"
+            self._plane.cool_downs.succeeded(self._plane.view.self_id)
+        usage = ends.usage()
+        record.prompt_tokens = usage.prompt_tokens
+        record.completion_tokens = usage.completion_tokens
+        record.tokens_per_second = usage.tokens_per_second
+        return True
+
+    @staticmethod
+    async def _first_bytes(response: UpstreamResponse, is_stream: bool) -> bytes:
+        """What the answer begins with: the first bytes of a stream, the whole of a small answer."""
+        data = response.take()
+        if is_stream:
+            while not data and not response.complete:
+                await response.more()
+                data = response.take()
+            return data
+        if response.complete:
+            return data
+        parts = [data]
+        size = len(data)
+        while not response.complete and size <= WHOLE_BYTES:
+            await response.more()
+            part = response.take()
+            size += len(part)
+            parts.append(part)
+        parts.append(response.take())
+        return b"".join(parts)
+
+    async def _cut(self, is_stream: bool, ends: BodyEnds) -> None:
+        """The engine died after bytes were sent. Never ends as if complete."""
+        record = self.record
+        record.outcome = "engine_failed"
+        if is_stream:
+            failure = Failure(
+                502, "engine_failed", f"the answer is incomplete: {record.reason} before it was finished; send it again"
+            )
+            event = stream_error(failure, self._route.style, ends.last[-4:])
+            await self._send({"type": "http.response.body", "body": event, "more_body": False})
+        # Else the answer stays unfinished: the server closes the connection short of the promised length, or
+        # without the last chunk, and the client sees that it was cut.
+
+    @staticmethod
+    async def _engine_error(response: UpstreamResponse, data: bytes) -> Failure:
+        """What the engine refused after this stream had begun with comments."""
+        parts = [data]
+        try:
+            while not response.complete and sum(map(len, parts)) <= WHOLE_BYTES:
+                await response.more()
+                parts.append(response.take())
+        except UpstreamFailed:
+            pass
+        text = b"".join(parts)[:2000].decode("utf-8", "replace")
+        return Failure(response.status, "engine_error", f"the engine answered {response.status}: {text}")
+
+    # -- answering ----------------------------------------------------------------------------------------
+
+    def _own_headers(self) -> list[tuple[bytes, bytes]]:
+        record = self.record
+        headers = [
+            (b"x-request-id", record.request_id.encode("ascii")),
+            (b"x-mesh-node", self._plane.node_header),
+            (b"x-mesh-queue-ms", b"%.1f" % (record.queue_seconds * 1000)),
+            (b"x-mesh-overhead-ms", b"%.2f" % (record.overhead_seconds * 1000)),
+            (b"x-mesh-attempts", b"%d" % record.attempts),
+        ]
+        if self._incoming.origin:
+            headers += self._plane.cors(self._scope["headers"])
+        return headers
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self._head_sent = True
+        self.record.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _fail(self, failure: Failure) -> None:
+        record = self.record
+        record.reason = failure.message
+        record.outcome = "engine_failed" if failure.code == "engine_failed" else "refused"
+        style = self._route.style
+        if self._streams:
+            body = stream_error(failure, style, b"")
+        elif self._head_sent:
+            return
+        else:
+            body = to_json(error_object(failure, style))
+            length = (b"content-length", b"%d" % len(body))
+            await self._start(failure.status, [*error_headers(failure), length, *self._own_headers()])
+        await self._send({"type": "http.response.body", "body": body, "more_body": False})
