@@ -54,8 +54,7 @@ def _serve(binding: Any, arguments: ServerArguments) -> int:
     except (RuntimeError, OSError, UsageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(f"engine ready: {server.listening_address}", flush=True)
-    return _wait_for_signal()
+    return _wait_for_signal(f"engine ready: {server.listening_address}")
 
 
 def _params(binding: Any, settings: dict[str, Setting]) -> Any:
@@ -95,8 +94,8 @@ def _resolved(binding: Any, attribute: str, value: Setting) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def _wait_for_signal() -> NoReturn:
-    """Ends the process on the first SIGTERM or SIGINT, in the middle of a generation too.
+def _wait_for_signal(announcement: str) -> NoReturn:
+    """Says that the engine is ready, and ends the process on the first SIGTERM or SIGINT, in the middle of a generation too.
 
     The signal may land in one of the server's threads, where it would not wake a `signal.pause()` of ours; the
     wakeup pipe always does. Destroying the server would wait for running requests, so the kernel frees everything.
@@ -106,6 +105,7 @@ def _wait_for_signal() -> NoReturn:
     signal.set_wakeup_fd(writer)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
+    print(announcement, flush=True)
     os.read(reader, 1)
     sys.stdout.flush()
     sys.stderr.flush()
