@@ -11,6 +11,8 @@ from shared.errors import StateError
 
 IPC_PATH_LIMIT_BYTES = 100
 """Linux allows 107 bytes for a unix socket path, macOS 103."""
+LONGEST_SOCKET = "supervisor.sock.4194304"
+"""supervisord binds its socket under a name with its pid first and links it to the final one."""
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
@@ -106,7 +108,7 @@ class NodePaths:
                 f"cannot use {self.home} for the node's state: {error.strerror or error}. "
                 "Free some space or fix its permissions, or set MESH_HOME to another folder"
             ) from error
-        checked_socket_path(self.bus / "launcherd.pub")
+        checked_socket_path(self.bus / LONGEST_SOCKET)
 
 
 def checked_socket_path(path: Path) -> Path:
