@@ -49,6 +49,8 @@ def _what_to_run(status: NodeStatus) -> list[str]:
         return [f"talk to it: meshctl chat {best.name}"]
     if any(model.status == "loading" for model in status.models):
         return []
+    if not any(daemon.name == "launcherd" and daemon.state == "running" for daemon in status.daemons):
+        return []  # Nobody knows what is on the disk.
     own = [model for model in status.models if not model.builtin]
     if not own and not status.node.scanning:
         return ["no model of your own yet: put .gguf files into ~/.models, or try meshctl run meshd-guide"]

@@ -131,6 +131,7 @@ startsecs=1
 startretries={START_RETRIES}
 stopsignal=TERM
 stopwaitsecs=10
+stdout_logfile=NONE
 stderr_logfile={layout.log_folder}/keeper.log
 stderr_logfile_maxbytes={LOG_BYTES}
 stderr_logfile_backups={LOG_BACKUPS}

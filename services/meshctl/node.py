@@ -182,6 +182,10 @@ class Node:
         """Ask every daemon for its info and its published state, all at once."""
         return run(survey(self.paths, daemons))
 
+    def is_down(self) -> bool:
+        """Whether neither supervisord nor any daemon of this node is there. Costs next to nothing."""
+        return self.supervised is None and not any(listens(_request_path(self.paths, name)) for name in DAEMONS)
+
     def status(self) -> NodeStatus:
         """Whatever can be known now, also of a node that is down."""
         from shared.status_view import build_status, process_rows
@@ -202,17 +206,25 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def survey(paths: NodePaths, daemons: Iterable[str] = DAEMONS) -> Survey:
+    """What each daemon says about itself; None for those that do not answer."""
+    said = Survey()
+    awake = []
+    for name in daemons:
+        said.snapshots[name] = said.infos[name] = None
+        if listens(_request_path(paths, name)):
+            awake.append(name)
+    if awake:
+        await _ask_each(paths, awake, said)
+    return said
+
+
+async def _ask_each(paths: NodePaths, daemons: Iterable[str], said: Survey) -> None:
     from shared import codec
     from shared.errors import SchemaError
     from shared.io.bus import BusClient
     from shared.messages.common import DaemonInfo, GetDaemonInfo, GetSnapshot, Snapshot
 
-    said = Survey()
-
     async def one(name: str) -> None:
-        said.snapshots[name] = said.infos[name] = None
-        if not listens(_request_path(paths, name)):
-            return
         client = BusClient(name, paths)
         try:
             info, snapshot = await asyncio.gather(
@@ -233,7 +245,6 @@ async def survey(paths: NodePaths, daemons: Iterable[str] = DAEMONS) -> Survey:
                     continue  # A newer daemon's message that this meshctl does not know yet.
 
     await asyncio.gather(*(one(name) for name in daemons))
-    return said
 
 
 def listens(path: Path) -> bool:

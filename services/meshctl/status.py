@@ -38,19 +38,20 @@ def status(watch: bool, as_json: bool) -> None:
 
 
 def _show(node: Node, as_json: bool) -> bool:
+    up = not node.is_down()
+    if not up and not as_json:
+        click.echo(f"meshctl: {_down_text(node)}", err=True)
+        return False
     from shared.status_view import to_jsonable
 
     view = node.status()
-    up = view.overall != "down" or node.supervised is not None
     if as_json:
         document = to_jsonable(view)
         if not up:
             document["error"] = {"code": NodeDown.code, "detail": _down_text(node)}
         print_json(document)
-    elif up:
-        render(view, console())
     else:
-        click.echo(f"meshctl: {_down_text(node)}", err=True)
+        render(view, console())
     return up
 
 
@@ -72,11 +73,10 @@ def _watch(as_json: bool) -> None:
     with Live(console=screen, screen=True, auto_refresh=False) as live:
         while True:
             node = Node()
-            view = node.status()
-            if view.overall == "down" and node.supervised is None:
+            if node.is_down():
                 live.update(Text(_down_text(node)), refresh=True)
             else:
-                live.update(Group(*_parts(view, screen.width)), refresh=True)
+                live.update(Group(*_parts(node.status(), screen.width)), refresh=True)
             time.sleep(WATCH_SECONDS)
 
 
@@ -97,7 +97,8 @@ def _parts(view: NodeStatus, width: int) -> list[Any]:
     head.append(view.overall, style=STATE_STYLES.get(view.overall, ""))
     head.append(f"  {clean(view.summary.removeprefix(view.overall + ': '))}")
     facts = [
-        ("node", f"{node.peer_id}  meshd {node.version}" + (f"  {node.role}" if node.role else "")),
+        ("node", node.peer_id),
+        ("version", f"{node.version}  {node.role}"),
         ("mesh", _mesh(view)),
         ("device", _device(view)),
         ("engine", node.engine or ("none" if node.engine_reason else "")),
@@ -132,8 +133,9 @@ def _device(view: NodeStatus) -> str:
     node = view.node
     if not node.device:
         return ""
-    text = f"{node.device}  {size(node.vram_bytes)} for models"
-    return text + (f" of {size(node.total_bytes)}" if node.total_bytes else "")
+    if not node.vram_bytes:
+        return node.device
+    return f"{node.device}  {size(node.vram_bytes)} for models of {size(node.total_bytes) or 'unknown'}"
 
 
 def _requests(view: NodeStatus) -> str:
@@ -152,7 +154,7 @@ def _daemon_table(view: NodeStatus) -> Any:
             daemon.name,
             daemon.state,
             str(daemon.pid or ""),
-            age(daemon.uptime_seconds) if daemon.state == "running" else f"down {age(daemon.down_seconds)}".strip(),
+            age(daemon.uptime_seconds) if daemon.pid else f"down {age(daemon.down_seconds)}".strip(),
             "" if not daemon.restarts else str(daemon.restarts),
             daemon.detail,
         )
