@@ -1,0 +1,132 @@
+"""uvicorn's HTTP protocol, for clients that shut down their sending side and still want the answer.
+
+An end of stream from the client means one of two things: it has no more to send (half-close, legal HTTP), or it is
+gone. uvicorn takes it for the second and drops the answer. Here the connection stays, and who is there is found out:
+
+=============================  ==============================================================================
+client on this machine         the kernel's socket table tells whether a process still holds its end (Linux)
+client elsewhere, no answer    an interim ``100 Continue``, which every HTTP/1.1 client skips: a client that is
+yet                            gone answers it with a reset, and the next one fails
+answer under way               its own bytes do the same
+=============================  ==============================================================================
+
+Source: TRAPS 26 (client gone during prefill), 33 (half-close).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+import sys
+import time
+from typing import Any, Literal
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+FIRST_CHECK_SECONDS = 0.1
+CHECK_SECONDS = 0.3
+TABLE_SECONDS = 0.05
+"""How long one reading of the kernel's table serves all connections."""
+INTERIM = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+Presence = Literal["present", "gone", "unknown"]
+
+
+class InferenceProtocol(HttpToolsProtocol):
+    """One client connection."""
+
+    _serving: RequestResponseCycle | None = None
+    _check: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Under asyncio, a listener that was made without a protocol number gives connections without it.
+        connected = transport.get_extra_info("socket")
+        if connected is not None and connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._serving = cycle
+        super()._start_asgi_task(cycle, app)
+
+    def eof_received(self) -> bool | None:  # type: ignore[override]
+        newest = self.cycle
+        if newest is None or newest.response_complete or newest.more_body:
+            return None
+        newest.keep_alive = False
+        self._check = self.loop.call_later(FIRST_CHECK_SECONDS, self._check_client)
+        return True
+
+    def _check_client(self) -> None:
+        self._check = None
+        if self.transport.is_closing() or self.cycle is None or self.cycle.response_complete:
+            return
+        presence = client_presence(self.client, self.server)
+        if presence == "gone":
+            self.transport.abort()
+            return
+        serving = self._serving
+        if presence == "unknown" and serving is not None and not serving.response_started:
+            self.transport.write(INTERIM)
+        self._check = self.loop.call_later(CHECK_SECONDS, self._check_client)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._check is not None:
+            self._check.cancel()
+        serving = self._serving
+        if serving is not None and serving is not self.cycle and not serving.response_complete:
+            # uvicorn tells only the newest of several pipelined requests.
+            serving.disconnected = True
+            serving.message_event.set()
+        super().connection_lost(exc)
+
+
+_table: tuple[float, str] = (float("-inf"), "")
+
+
+def client_presence(client: tuple[str, int] | None, server: tuple[str, int | None] | None) -> Presence:
+    """Whether a process still holds the client's end of a connection that it has shut down at least half."""
+    if client is None or server is None or server[1] is None or sys.platform != "linux":
+        return "unknown"
+    try:
+        client_address = ipaddress.ip_address(client[0].partition("%")[0])
+        server_address = ipaddress.ip_address(server[0].partition("%")[0])
+    except ValueError:
+        return "unknown"
+    if not client_address.is_loopback and client_address != server_address:
+        return "unknown"
+    table = _socket_table()
+    if not table:
+        return "unknown"
+    for form in (False, True):
+        pair = f" {table_address(client_address, client[1], form)} {table_address(server_address, server[1], form)} "
+        at = table.find(pair)
+        if at >= 0:
+            columns = table[at:].split(None, 10)
+            return "gone" if columns[8] == "0" else "present"
+    return "gone"
+
+
+def table_address(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int, mapped: bool) -> str:
+    """As ``/proc/net/tcp`` writes it: words of 32 bits in the machine's byte order. ``mapped``: IPv4 as IPv6."""
+    packed = address.packed
+    if mapped and len(packed) == 4:
+        packed = bytes(10) + b"\xff\xff" + packed
+    words = (packed[at : at + 4] for at in range(0, len(packed), 4))
+    return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words) + f":{port:04X}"
+
+
+def _socket_table() -> str:
+    global _table
+    now = time.monotonic()
+    if now - _table[0] > TABLE_SECONDS:
+        text = ""
+        for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+            try:
+                with open(name, encoding="ascii") as file:
+                    text += file.read()
+            except OSError:
+                continue
+        _table = (now, text)
+    return _table[1]
