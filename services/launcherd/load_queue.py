@@ -1,0 +1,203 @@
+"""The load queue: one load at a time, in the order of arrival, each with its place made when its turn has come.
+
+Each step is computed anew from the state, so nothing has to be undone when it changes underneath: a victim that turns
+out not to be needed any more is simply kept. Source: DESIGN §7 (loads are serialized; the victim is chosen when a load
+leaves the queue); TRAPS 19, 22, 29.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from services.launcherd.command_line import OptionRefused
+from services.launcherd.eviction import Occupant, Room, Wanted, make_room
+from services.launcherd.options import engine_options
+from services.launcherd.slot import OCCUPYING, RUNNING, Drain, Slot
+from services.launcherd.slot_book import SlotBook
+from services.launcherd.slot_events import DeviceMeasured, StartEngine
+from services.launcherd.slot_words import requests, too_large, waits_for
+from shared.ids import SlotId
+from shared.messages.models import Assignment
+
+
+class LoadQueue:
+    """Works on the slots of `book`."""
+
+    def __init__(self, book: SlotBook) -> None:
+        self._book = book
+
+    def drop_unwanted(self) -> None:
+        """Queued loads that only a request or an assignment wanted, after that went away."""
+        book = self._book
+        for slot in [book.slots[slot_id] for slot_id in book.queue]:
+            wanted = slot.asked or slot.restarts or (slot.placed and slot.name in book.placement.assignments)
+            if not wanted and not book.leases.waiting(slot.name):
+                book.drop(slot, "nobody waits for it any more")
+
+    def load_assigned(self) -> None:
+        """A queued slot for each assigned model that has none and is not declined."""
+        book = self._book
+        for wish in book.placement.assignments.values():
+            model = book.models.get(wish.model)
+            if model is None or book.of(wish.model) or book.placement.declined(wish.model, book.now):
+                continue
+            try:
+                options = engine_options(model.file, book.config.engine, book.cores)
+            except OptionRefused:
+                continue  # Said to whoever asks for the model.
+            slot = book.enqueue(model, options, wish.origin, book.next_order(), wish.reason)
+            slot.placed = True
+
+    def work(self) -> None:
+        """Bring the first load of the queue forward as far as it goes now."""
+        book = self._book
+        head = book.slots[book.loading] if book.loading else None
+        blocked: list[SlotId] = []
+        while head is None and book.device is not None:
+            found = self._first(book.device, blocked)
+            if found is None:
+                break
+            slot, room = found
+            if not room.start_now and book.in_grace():
+                slot.reason = "waits for running requests to be announced again after launcherd was restarted"
+                head = slot
+                break
+            self._keep_all_but(room.victims)
+            if room.start_now:
+                self._start(slot)
+            elif self._displace(room.victims, slot):
+                continue
+            else:
+                slot.reason = self._waiting_words(room.victims)
+            head = slot
+        if head is None:
+            self._keep_all_but(())
+        for slot_id in book.queue:
+            slot = book.slots[slot_id]
+            if book.device is None:
+                slot.reason = "waits until this node's device is known"
+            elif head is not None and slot is not head and slot_id not in blocked:
+                slot.reason = f"waits behind {head.name} in the load queue"
+
+    def _first(self, device: DeviceMeasured, blocked: list[SlotId]) -> tuple[Slot, Room] | None:
+        """The first load that may have a place, with what has to go for it. Others stay queued, in `blocked`."""
+        book = self._book
+        blocked.clear()
+        for slot_id in list(book.queue):
+            slot = book.slots[slot_id]
+            if self._refused(slot, device):
+                continue
+            room = self._room(slot, device)
+            if not room.blocked:
+                return slot, room
+            slot.reason = f"waits, because {room.blocked}"
+            blocked.append(slot_id)
+        return None
+
+    def _refused(self, head: Slot, device: DeviceMeasured) -> bool:
+        """Refuse before starting what can never work here; nothing is unloaded for it."""
+        book = self._book
+        if not device.engine:
+            book.queue.remove(head.slot_id)
+            book.give_up(head, "engine_missing", device.engine_reason or "no inference engine is installed")
+            return True
+        if head.need_bytes > device.capacity_bytes and not head.model.builtin:
+            book.queue.remove(head.slot_id)
+            file = head.model.file
+            words = too_large(head.name, head.need_bytes, file.file_size_bytes, head.options.context_tokens, device)
+            book.give_up(head, "model_too_large", words)
+            return True
+        return False
+
+    def _start(self, head: Slot) -> None:
+        book = self._book
+        book.queue.remove(head.slot_id)
+        book.loading = head.slot_id
+        head.last_use_at = book.now
+        words = "is started again after it ended" if head.restarts else "its engine starts"
+        head.move("loading", words if not head.attempt else "second try, with nothing else loaded", book.now)
+        book.effects.append(StartEngine(slot_id=head.slot_id, model=head.model, options=head.options))
+
+    def _displace(self, victims: Iterable[SlotId], head: Slot) -> bool:
+        """Begin to unload the victims. True if one that has no engine went at once."""
+        book = self._book
+        gone = False
+        for slot_id in victims:
+            slot = book.slots[slot_id]
+            if slot.name == head.name:
+                reason = "is loaded anew with other options" if not head.attempt else "is loaded anew"
+            else:
+                reason = f"makes room for {head.name}"
+                if head.attempt:
+                    reason += ", whose first load failed"
+            if slot.state == "ready":
+                age = book.now - book.last_use_at(slot)
+                book.note(slot.name, f"chosen to be unloaded: {reason}; last used {age:.0f} s ago")
+                book.start_drain(slot, Drain("evict", head.order, reason))
+            elif slot.state == "restarting":
+                book.decline(slot, reason)
+                head.loaders += slot.loaders if slot.name == head.name else []
+                slot.loaders = [] if slot.name == head.name else slot.loaders
+                book.drop(slot, reason)
+                gone = True
+        return gone
+
+    def _keep_all_but(self, victims: Collection[SlotId]) -> None:
+        """Slots that were to make room and need not any more are kept."""
+        book = self._book
+        for slot in book.slots.values():
+            kept = slot.state == "draining" and slot.drain is not None and slot.drain.kind == "evict"
+            if kept and slot.slot_id not in victims:
+                slot.drain = None
+                slot.move("ready", "kept: its place is not needed any more", book.now)
+
+    def _waiting_words(self, victims: Iterable[SlotId]) -> str:
+        book = self._book
+        parts = []
+        for slot_id in victims:
+            slot = book.slots[slot_id]
+            ledger = book.leases.ledgers.get(slot_id)
+            busy = ledger.in_use if ledger is not None else 0
+            if slot.state == "draining" and busy:
+                parts.append(f"for {slot.name} to finish {requests(busy)}")
+            elif slot.state == "draining":
+                parts.append(f"for the last requests of {slot.name}")
+            else:
+                parts.append(f"for {slot.name} to stop")
+        return waits_for(parts)
+
+    def _room(self, head: Slot, device: DeviceMeasured) -> Room:
+        book = self._book
+        wanted = Wanted(
+            model=head.name,
+            type=head.model.file.type,
+            need_bytes=head.need_bytes,
+            builtin=head.model.builtin,
+            everything=head.attempt > 0,
+        )
+        only_assigned = head.placed and not head.asked and not book.leases.waiting(head.name)
+        wish = book.placement.assignments.get(head.name) if only_assigned else None
+        occupants = [self._occupant(slot, wish) for slot in book.slots.values() if slot.state in OCCUPYING]
+        limit = book.config.slot_limit(wanted.type)
+        return make_room(wanted, occupants, limit=limit, capacity_bytes=device.capacity_bytes)
+
+    def _occupant(self, slot: Slot, wish: Assignment | None) -> Occupant:
+        book = self._book
+        ledger = book.leases.ledgers.get(slot.slot_id)
+        evicted = slot.drain is not None and slot.drain.kind == "evict"
+        protected = ""
+        if wish is not None:
+            ready_seconds = None if slot.ready_at is None else book.now - slot.ready_at
+            protected = book.placement.protection(wish, slot.name, ready_seconds)
+        return Occupant(
+            slot_id=slot.slot_id,
+            model=slot.name,
+            type=slot.model.file.type,
+            need_bytes=0 if slot.model.builtin else slot.need_bytes,
+            last_use_at=book.last_use_at(slot),
+            busy=(ledger is not None and ledger.in_use > 0) or (slot.state in RUNNING and book.eligible(slot)),
+            leaving=slot.state == "stopping" or (slot.state == "draining" and not evicted),
+            chosen=slot.state == "draining" and evicted,
+            protected=protected,
+            builtin=slot.model.builtin,
+        )

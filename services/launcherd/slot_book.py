@@ -1,0 +1,403 @@
+"""What the parts of the slot table share: slots, queue, leases, failures, and the steps that change a slot.
+
+Effects are collected here in order. Only `slots.SlotTable` and `load_queue.LoadQueue` write in it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from services.launcherd.command_line import EngineOptions, OptionRefused
+from services.launcherd.failures import FailureRecord
+from services.launcherd.leases import LeaseBook, Waiter
+from services.launcherd.options import engine_options, local_model, options_need_bytes
+from services.launcherd.placement import SAFE_SECONDS, Placement
+from services.launcherd.slot import COMING, COUNTER_SECONDS, OCCUPYING, RUNNING, Drain, Slot
+from services.launcherd.slot_events import (
+    DeviceMeasured,
+    Effect,
+    KnownModel,
+    Memory,
+    Publish,
+    Remember,
+    Reply,
+    ReplyToken,
+    SlotMemory,
+    StopEngine,
+)
+from services.launcherd.slot_words import clip, code_of
+from shared.config import NodeConfig
+from shared.ids import ModelName, SlotId
+from shared.messages.common import Done, Refused
+from shared.messages.leases import CreditsConfirmed, LeaseGranted
+from shared.messages.models import DeviceChanged, InventoryChanged, LoadOrigin, ModelLoaded, SkippedFile, SlotChanged
+
+HEALTH_SECONDS = 10.0
+"""A ready engine is asked whether it lives at least so often. Its exit is noticed at once anyway."""
+HISTORY_LIMIT = 400
+
+
+class SlotBook:
+    """See the module. `now` is the time of the stimulus being handled."""
+
+    def __init__(self, config: NodeConfig, *, cores: int, prefix: str, memory: Memory) -> None:
+        self.config = config
+        self.cores = cores
+        self.now = 0.0
+        self.models: dict[ModelName, KnownModel] = {}
+        self.skipped: tuple[SkippedFile, ...] = ()
+        self.device: DeviceMeasured | None = None
+        self.slots: dict[SlotId, Slot] = {}
+        self.queue: list[SlotId] = []
+        self.loading: SlotId | None = None
+        self.leases = LeaseBook(memory.credits)
+        self.placement = Placement(memory.declined)
+        self.failures: dict[ModelName, FailureRecord] = {}
+        self.unloads: dict[ReplyToken, set[SlotId]] = {}
+        self.history: deque[tuple[float, ModelName, str]] = deque(maxlen=HISTORY_LIMIT)
+        self.grace_until = 0.0
+        """Nothing is evicted or stopped before, unless every holder has announced its credits again."""
+        self.effects: list[Effect] = []
+        self.inventory: InventoryChanged | None = None
+        self.device_changed: DeviceChanged | None = None
+        self._prefix = prefix
+        self._slots_made = 0
+        self._order = 0
+        self._inventory_stale = True
+        self._remembered: object = None
+        self._memory_complete = memory.complete
+
+    def next_order(self) -> int:
+        self._order += 1
+        return self._order
+
+    def apply_config(self, config: NodeConfig) -> None:
+        """For later loads; what is loaded stays as it is."""
+        self.config = config
+        self._inventory_stale = True
+
+    def in_grace(self) -> bool:
+        """Whether holders of an earlier launcherd's credits may still announce themselves."""
+        return self.now < self.grace_until and (not self._memory_complete or self.leases.unconfirmed() > 0)
+
+    def of(self, name: ModelName) -> list[Slot]:
+        """The model's slots, oldest first."""
+        return [slot for slot in self.slots.values() if slot.name == name]
+
+    def take_inventory(self, models: Iterable[KnownModel], skipped: tuple[SkippedFile, ...]) -> None:
+        before = self.models
+        self._inventory_stale = True
+        self.models = {model.name: model for model in models}
+        self.skipped = skipped
+        for name, model in self.models.items():
+            old = before.get(name)
+            if old is not None and old.file != model.file:
+                # Another file: what was learned about the old one says nothing.
+                self.failures.pop(name, None)
+
+    # -- replies ---------------------------------------------------------------------------------------------
+
+    def reply(self, token: ReplyToken, message: Done | Refused | ModelLoaded | LeaseGranted | CreditsConfirmed) -> None:
+        self.effects.append(Reply(token=token, message=message))
+
+    def refuse(self, waiter: Waiter, message: Refused) -> None:
+        self.leases.remove(waiter)
+        self.reply(waiter.token, message)
+
+    def cooling(self, name: ModelName, record: FailureRecord) -> Refused:
+        seconds = record.cooling_seconds(self.now)
+        detail = f"{name} failed and is not tried again for {seconds:.0f} s: {record.reason}"
+        return Refused(code=code_of(record.code), detail=detail, retry_after_seconds=round(seconds, 1))
+
+    def note(self, name: ModelName, sentence: str) -> None:
+        """For `why`: what happened to a model."""
+        self.history.append((self.now, name, clip(sentence)))
+
+    # -- slots -----------------------------------------------------------------------------------------------
+
+    def make_slot(
+        self, model: KnownModel, options: EngineOptions, origin: LoadOrigin, order: int, slot_id: SlotId | None = None
+    ) -> Slot:
+        if slot_id is None:
+            self._slots_made += 1
+            slot_id = SlotId(f"{self._prefix}-{self._slots_made}")
+        slot = Slot(
+            slot_id=slot_id,
+            model=model,
+            options=options,
+            need_bytes=options_need_bytes(model.file, options),
+            origin=origin,
+            order=order,
+            state="queued",
+            reason="",
+            since=self.now,
+            last_use_at=self.now,
+        )
+        self.slots[slot_id] = slot
+        return slot
+
+    def enqueue(self, model: KnownModel, options: EngineOptions, origin: LoadOrigin, order: int, reason: str) -> Slot:
+        """A new slot at the end of the load queue. It takes the place of a failed one."""
+        slot = self.make_slot(model, options, origin, order)
+        slot.reason = reason
+        self.queue.append(slot.slot_id)
+        for old in self.of(model.name):
+            if old.state == "failed":
+                self.announce(slot)
+                self.drop(old, "tried again")
+        return slot
+
+    def start_drain(self, slot: Slot, drain: Drain) -> None:
+        slot.drain = drain
+        slot.move("draining", drain.reason, self.now)
+
+    def stop(self, slot: Slot, reason: str) -> None:
+        self.leases.close(slot.slot_id)
+        slot.move("stopping", reason, self.now)
+        self.effects.append(StopEngine(slot_id=slot.slot_id, reason=reason))
+
+    def drop(self, slot: Slot, reason: str) -> None:
+        """The slot's last word. Whoever waited for its load is refused, whoever waited for its end is answered."""
+        del self.slots[slot.slot_id]
+        self.leases.close(slot.slot_id)
+        if slot.slot_id in self.queue:
+            self.queue.remove(slot.slot_id)
+        if self.loading == slot.slot_id:
+            self.loading = None
+        slot.endpoint = None
+        slot.move("unloaded", clip(reason), self.now)
+        self.note(slot.name, f"unloaded: {reason}")
+        self.announce(slot)
+        for token in slot.loaders:
+            self.reply(token, Refused(code="unloaded", detail=f"{slot.name} was not loaded: {reason}"))
+        for token, pending in list(self.unloads.items()):
+            pending.discard(slot.slot_id)
+            if not pending:
+                del self.unloads[token]
+                self.reply(token, Done(detail="unloaded"))
+
+    def give_up(self, slot: Slot, code: str, detail: str) -> None:
+        """The slot stays as *failed*, with the reason, until the model is asked for again."""
+        record = self.failure_record(slot.name)
+        reason = clip(detail)
+        record.fail(
+            code, reason, slot.options, now=self.now, cooled=code not in ("model_file_missing", "model_too_large")
+        )
+        self.leases.close(slot.slot_id)
+        slot.endpoint, slot.drain, slot.hung = None, None, ""
+        slot.move("failed", reason, self.now)
+        self.note(slot.name, f"failed: {reason}")
+        refused = Refused(
+            code=code_of(code), detail=reason, retry_after_seconds=round(record.cooling_seconds(self.now), 1) or None
+        )
+        for token in slot.loaders:
+            self.reply(token, refused)
+        slot.loaders.clear()
+        if not any(other.state in COMING for other in self.of(slot.name)):
+            for waiter in list(self.leases.line(slot.name)):
+                self.refuse(waiter, refused)
+        for old in self.of(slot.name):
+            if old.state == "failed" and old is not slot:
+                self.drop(old, "failed again")
+
+    def failure_record(self, name: ModelName) -> FailureRecord:
+        return self.failures.setdefault(name, FailureRecord())
+
+    # -- leases ----------------------------------------------------------------------------------------------
+
+    def contended(self) -> bool:
+        """Whether a report of credits can lead to anything but new counters."""
+        draining = any(slot.state == "draining" for slot in self.slots.values())
+        return draining or bool(self.queue) or bool(self.leases.waiting_models())
+
+    def eligible(self, slot: Slot) -> bool:
+        """Whether a request waits that this slot still serves."""
+        before = slot.drain.before if slot.drain else None
+        return next(self.leases.line(slot.name, before=before), None) is not None
+
+    def grant_all(self) -> None:
+        for slot in list(self.slots.values()):
+            if slot.state not in RUNNING or slot.suspected or slot.endpoint is None:
+                continue
+            before = slot.drain.before if slot.drain else None
+            granted = self.leases.grant(
+                slot.slot_id, slot.name, before=before, generous=slot.drain is None, now=self.now
+            )
+            for waiter, credits in granted:
+                lease = LeaseGranted(
+                    model=slot.name,
+                    slot_id=slot.slot_id,
+                    base_url=slot.endpoint.base_url,
+                    api_key=slot.endpoint.api_key,
+                    credits=credits,
+                    parallel=slot.options.parallel,
+                    queued_seconds=round(self.now - waiter.since, 6),
+                )
+                self.reply(waiter.token, lease)
+
+    def finish_drains(self) -> None:
+        """Stop what has no credit out and no request left to serve."""
+        if self.in_grace():
+            return
+        for slot in list(self.slots.values()):
+            if slot.state != "draining" or slot.drain is None:
+                continue
+            if self.leases.ledgers[slot.slot_id].credits == 0 and not self.eligible(slot):
+                self.decline(slot, slot.drain.reason)
+                self.stop(slot, slot.drain.reason)
+
+    def decline(self, slot: Slot, reason: str) -> None:
+        """The model goes, unless it only changes its slot: its assignment does not bring it back by itself."""
+        if not any(other.state in COMING for other in self.of(slot.name) if other is not slot):
+            self.placement.decline(slot.name, reason, self.now)
+
+    def recall_all(self) -> None:
+        for slot in self.slots.values():
+            if slot.slot_id in self.leases.ledgers and not (slot.suspected and slot.drain is None):
+                for recall in self.leases.recalls(slot.slot_id, slot.name, draining=slot.drain is not None):
+                    self.effects.append(Publish(message=recall))
+
+    def last_use_at(self, slot: Slot) -> float:
+        ledger = self.leases.ledgers.get(slot.slot_id)
+        return slot.last_use_at if ledger is None else max(slot.last_use_at, ledger.last_use_at)
+
+    def idle_until(self, slot: Slot) -> float:
+        """When the slot will have been unused for long enough to be unloaded."""
+        ledger = self.leases.ledgers.get(slot.slot_id)
+        limit = self.config.models.idle_unload_minutes * 60
+        used_at = self.now if ledger is not None and ledger.in_use else self.last_use_at(slot)
+        return used_at + limit
+
+    # -- what others see -------------------------------------------------------------------------------------
+
+    def announce(self, slot: Slot) -> None:
+        """Publish the slot now."""
+        view = self.view(slot)
+        slot.published, slot.published_at = view, self.now
+        self.effects.append(Publish(message=view))
+
+    def view(self, slot: Slot) -> SlotChanged:
+        ledger = self.leases.ledgers.get(slot.slot_id)
+        if ledger is not None:
+            slot.requests_total = ledger.requests_total
+            slot.last_use_at = max(slot.last_use_at, ledger.last_use_at)
+        newest = next((other for other in reversed(self.slots.values()) if other.name == slot.name), None)
+        waiting = self.leases.waiting(slot.name) if newest is slot else 0
+        return slot.view(in_use=ledger.in_use if ledger else 0, waiting=waiting, now=self.now)
+
+    def take_effects(self) -> list[Effect]:
+        """The effects of this step: the memory first, publications last."""
+        for slot in self.slots.values():
+            view = self.view(slot)
+            news = slot.news(view)
+            if news == "state" or (news and self.now - slot.published_at >= COUNTER_SECONDS):
+                self.announce(slot)
+        self._publish_inventory()
+        self._publish_device()
+        effects, self.effects = self.effects, []
+        running = tuple(slot.slot_id for slot in self.slots.values() if slot.state in RUNNING)
+        key = (self.leases.version(), running, self.placement.memory())
+        if key != self._remembered:
+            self._remembered = key
+            effects.insert(0, Remember(memory=self.memory()))
+        return effects
+
+    def memory(self) -> Memory:
+        kept = [slot for slot in self.slots.values() if slot.state in RUNNING]
+        return Memory(
+            slots={
+                slot.slot_id: SlotMemory(
+                    model=slot.name,
+                    options=slot.options,
+                    origin=slot.origin,
+                    load_seconds=slot.load_seconds,
+                    requests_total=slot.requests_total,
+                    restarts=slot.restarts,
+                )
+                for slot in kept
+            },
+            credits=self.leases.credits_by_slot(),
+            declined=self.placement.memory(),
+        )
+
+    def _publish_inventory(self) -> None:
+        if not self._inventory_stale:
+            return
+        self._inventory_stale = False
+        models = []
+        for known in self.models.values():
+            try:
+                options = engine_options(known.file, self.config.engine, self.cores)
+            except OptionRefused:
+                options = engine_options(known.file, replace(self.config.engine, extra_args=()), self.cores)
+            models.append(local_model(known, options))
+        inventory = InventoryChanged(models=tuple(models), skipped=self.skipped)
+        if inventory != self.inventory:
+            self.inventory = inventory
+            self.effects.append(Publish(message=inventory))
+
+    def _publish_device(self) -> None:
+        device = self.device
+        if device is None:
+            return
+        others = sum(
+            slot.need_bytes
+            for slot in self.slots.values()
+            if slot.model.file.type != "llm" and not slot.model.builtin and self.occupies(slot)
+        )
+        changed = DeviceChanged(
+            device=device.device,
+            vram_bytes=max(0, device.capacity_bytes - others),
+            total_bytes=device.total_bytes,
+            reserve_bytes=device.reserve_bytes,
+            engine=device.engine,
+            engine_reason=device.engine_reason,
+        )
+        if changed != self.device_changed:
+            self.device_changed = changed
+            self.effects.append(Publish(message=changed))
+
+    def occupies(self, slot: Slot) -> bool:
+        return slot.state in OCCUPYING or slot.state == "loading"
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def next_deadline(self) -> float | None:
+        times = [self.leases.next_deadline()]
+        idle = self.config.models.idle_unload_minutes > 0
+        for slot in self.slots.values():
+            if slot.state == "restarting":
+                times.append(slot.restart_at)
+            elif slot.state in RUNNING and not slot.probing:
+                times.append(slot.probe_at)
+            if slot.state == "ready" and idle:
+                times.append(self.idle_until(slot))
+            if slot.ready_at is not None and self.queue and slot.ready_at + SAFE_SECONDS > self.now:
+                times.append(slot.ready_at + SAFE_SECONDS)
+            if slot.published is None or slot.news(self.view(slot)):
+                times.append(slot.published_at + COUNTER_SECONDS)
+        if self.grace_until > self.now:
+            times.append(self.grace_until)
+        return min((at for at in times if at is not None), default=None)
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the state contradicts itself."""
+        self.leases.check_invariants()
+        loading = [slot for slot in self.slots.values() if slot.state == "loading"]
+        stopping = [slot for slot in self.slots.values() if slot.state == "stopping"]
+        assert len(loading) <= 1, "two loads at once"
+        assert self.loading in {None, *(slot.slot_id for slot in loading + stopping)}
+        assert {slot.slot_id for slot in self.slots.values() if slot.state == "queued"} == set(self.queue)
+        assert len(self.queue) == len(set(self.queue))
+        for slot in self.slots.values():
+            assert slot.reason, f"{slot.slot_id} is {slot.state} without a reason"
+            assert (slot.slot_id in self.leases.ledgers) == (slot.state in RUNNING), slot
+            assert (slot.drain is not None) == (slot.state == "draining") or slot.state == "stopping", slot
+            assert slot.state != "unloaded"
+            assert not slot.loaders or slot.state in ("queued", "loading", "restarting", "stopping"), slot
+        for name in self.leases.waiting_models():
+            assert any(slot.state in COMING or slot.state in RUNNING for slot in self.of(name)), name
+        for pending in self.unloads.values():
+            assert pending <= set(self.slots)

@@ -1,0 +1,47 @@
+"""The sentences that slots carry as reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from services.launcherd.slot_events import DeviceMeasured
+
+REASON_LIMIT = 900
+PLAIN_CODES = frozenset(
+    {"model_file_missing", "model_file_broken", "model_too_large", "engine_missing", "option_refused"}
+)
+"""Failures that are told by their own code; all others are `load_failed`."""
+
+
+def size(count: int) -> str:
+    """Bytes for people."""
+    for unit, scale in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count} bytes"
+
+
+def requests(count: int) -> str:
+    return "1 request" if count == 1 else f"{count} requests"
+
+
+def too_large(model: str, need_bytes: int, file_bytes: int, context_tokens: int, device: DeviceMeasured) -> str:
+    """Why a model is refused before it starts, with the numbers."""
+    return (
+        f"{model} needs {size(need_bytes)} (file {size(file_bytes)}, context of {context_tokens} tokens), but models "
+        f"may use {size(device.capacity_bytes)} of this node's {device.device}: {size(device.total_bytes)} in all, "
+        f"{size(device.reserve_bytes)} kept back. Nothing was unloaded for it. Try a smaller context or quantization, "
+        "or raise what models may use under [node] in mesh.toml"
+    )
+
+
+def waits_for(parts: Sequence[str]) -> str:
+    return "waits " + " and ".join(parts) if parts else "waits for its place"
+
+
+def code_of(code: str) -> str:
+    return code if code in PLAIN_CODES else "load_failed"
+
+
+def clip(text: str) -> str:
+    return text if len(text) <= REASON_LIMIT else text[: REASON_LIMIT - 1] + "…"

@@ -1,0 +1,453 @@
+"""The slot table: what runs on this node, what waits, what has to go. A pure state machine.
+
+Theory of operation. Three kinds of demand call for a model: requests that wait for it (`leases.LeaseBook`), loads
+asked for by people, and assignments (`placement.Placement`). Each becomes a queued slot; one slot at a time leaves the
+queue (`load_queue.LoadQueue`), and only then it is decided what has to go for it. A model that has to go drains: no
+new requests, credits are recalled, and its engine is stopped when the last credit is back. Nothing here ever waits:
+what takes time is an effect, and its ending is a stimulus.
+
+==========  =================================================  ==========================================
+state       stimulus                                           next state
+==========  =================================================  ==========================================
+(none)      request, LoadModel, assignment                     queued
+queued      first in the queue, and there is room              loading
+queued      nobody wants it any more; unloaded                 unloaded
+queued      it needs more than the node has; no engine         failed
+loading     EngineReady                                        ready; waiting requests get leases at once
+loading     EngineFailed, for the first time                   queued in front; everything else is evicted
+loading     EngineFailed, again, or the file is missing        failed
+loading     unloaded                                           stopping
+ready       chosen as victim; unloaded; idle for too long      draining
+draining    the load it made room for needs none any more      ready
+draining    last credit back                                   stopping
+ready       EngineExited                                       restarting (a new slot), or failed
+ready       EngineHung                                         stopping, then as EngineExited
+restarting  back-off over                                      queued in front
+stopping    EngineStopped                                      unloaded
+failed      asked for again after the cool-down                unloaded; a new slot is queued
+==========  =================================================  ==========================================
+
+A new slot is published before the one that it replaces is, so that the model never seems abandoned in between.
+Source: DESIGN §7; TRAPS 18-24, 29, 32, 35.
+"""
+
+from __future__ import annotations
+
+from services.launcherd.command_line import OptionRefused
+from services.launcherd.failures import CRASH_WINDOW_SECONDS
+from services.launcherd.leases import Waiter
+from services.launcherd.load_queue import LoadQueue
+from services.launcherd.model_names import find_name, not_found_words
+from services.launcherd.options import engine_options
+from services.launcherd.slot import COMING, RUNNING, Drain, Slot
+from services.launcherd.slot_book import HEALTH_SECONDS, SlotBook
+from services.launcherd.slot_events import (
+    AcquireAsked,
+    AssignmentsGiven,
+    CallerGone,
+    ConfigApplied,
+    CreditsReported,
+    CreditsReturned,
+    DeviceMeasured,
+    Effect,
+    EngineAdopted,
+    EngineExited,
+    EngineFailed,
+    EngineHealthy,
+    EngineHung,
+    EngineReady,
+    EngineStopped,
+    InventoryScanned,
+    LoadAsked,
+    Memory,
+    ProbeEngine,
+    ReplyToken,
+    Stimulus,
+    StopEngine,
+    SuspicionRaised,
+    UnloadAsked,
+    WithdrawAsked,
+)
+from services.launcherd.slot_words import code_of, requests
+from shared.config import NodeConfig
+from shared.ids import ModelName
+from shared.io.drive import Tick
+from shared.messages.common import Done, Refused
+from shared.messages.leases import CREDIT_GRACE_SECONDS, EngineSuspected
+from shared.messages.models import LoadModel, ModelLoaded
+
+IDLE_WORDS = (
+    "this node is idle: it has no mesh.toml. 'meshctl up' writes one, or load a model with 'meshctl load MODEL'"
+)
+
+
+class SlotTable:
+    """launcherd's core. `prefix` makes slot ids of this boot unlike those of any other."""
+
+    def __init__(self, config: NodeConfig, *, cores: int, prefix: str, memory: Memory | None = None) -> None:
+        self.book = SlotBook(config, cores=cores, prefix=prefix, memory=memory or Memory())
+        self.queue = LoadQueue(self.book)
+
+    def handle(self, stimulus: Stimulus | Tick, *, now: float) -> list[Effect]:
+        book = self.book
+        book.now = now
+        quiet = False
+        match stimulus:
+            case InventoryScanned(models=models, skipped=skipped):
+                book.take_inventory(models, skipped)
+            case DeviceMeasured():
+                self._measured(stimulus)
+            case ConfigApplied(config=config):
+                book.apply_config(config)
+            case AssignmentsGiven(assignments=assignments):
+                book.placement.give(assignments)
+            case LoadAsked(token=token, request=request):
+                self._load(token, request)
+            case UnloadAsked():
+                self._unload(stimulus)
+            case AcquireAsked():
+                self._acquire(stimulus)
+            case WithdrawAsked(token=token, request=withdraw):
+                waiter = book.leases.find(withdraw.holder, withdraw.request_id)
+                if waiter is not None:
+                    self._refuse(waiter, "withdrawn", "the request was withdrawn by its holder")
+                book.reply(token, Done())
+            case CreditsReported(token=token, request=report):
+                book.reply(token, book.leases.report(report, now))
+                quiet = not book.contended()
+            case CreditsReturned(token=token, request=returned):
+                book.leases.give_back(returned, now)
+                book.reply(token, Done())
+            case SuspicionRaised(token=token, request=suspicion):
+                self._suspect(suspicion)
+                book.reply(token, Done())
+            case CallerGone():
+                self._caller_gone(stimulus)
+            case EngineAdopted():
+                self._adopt(stimulus)
+            case EngineReady():
+                self._ready(stimulus)
+            case EngineFailed():
+                self._load_failed(stimulus)
+            case EngineExited(slot_id=slot_id, how=how, last_words=words):
+                slot = book.slots.get(slot_id)
+                if slot is not None and slot.state in RUNNING:
+                    self._crashed(slot, f"its engine {how}", words)
+            case EngineHung():
+                self._hung(stimulus)
+            case EngineHealthy(slot_id=slot_id):
+                slot = book.slots.get(slot_id)
+                if slot is not None:
+                    if slot.suspected and slot.state == "ready":
+                        slot.reason = "answers again"
+                    slot.probing = slot.suspected = False
+                    slot.probe_at = now + HEALTH_SECONDS
+            case EngineStopped(slot_id=slot_id):
+                slot = book.slots.get(slot_id)
+                if slot is not None and slot.state == "stopping":
+                    if slot.hung:
+                        self._crashed(slot, slot.hung, "")
+                    else:
+                        book.drop(slot, slot.reason)
+            case Tick():
+                self._tick()
+        if not quiet:
+            self._settle()
+        return book.take_effects()
+
+    def next_deadline(self) -> float | None:
+        return self.book.next_deadline()
+
+    def check_invariants(self) -> None:
+        """Raises AssertionError when the machine contradicts itself."""
+        self.book.check_invariants()
+
+    # -- requests --------------------------------------------------------------------------------------------
+
+    def _load(self, token: ReplyToken, request: LoadModel) -> None:
+        book = self.book
+        name = find_name(request.model, book.models)
+        if name is None:
+            book.reply(token, Refused(code="model_not_found", detail=not_found_words(request.model, book.models)))
+            return
+        model = book.models[name]
+        try:
+            options = engine_options(model.file, book.config.engine, book.cores, request)
+        except OptionRefused as error:
+            book.reply(token, Refused(code=error.code, detail=error.detail))
+            return
+        slot = next((slot for slot in reversed(book.of(name)) if slot.state in COMING), None)
+        record = book.failures.get(name)
+        if slot is None and record is not None and record.options == options and record.cooling_seconds(book.now):
+            book.reply(token, book.cooling(name, record))
+            return
+        book.placement.request(name)
+        if slot is None or slot.options != options:
+            words = "asked for" if slot is None else "asked for with other options"
+            slot = book.enqueue(model, options, request.origin, book.next_order(), words)
+        slot.asked, slot.placed, slot.origin = True, False, request.origin
+        if slot.state == "ready":
+            loaded = ModelLoaded(model=name, slot_id=slot.slot_id, load_seconds=slot.load_seconds, already=True)
+            book.reply(token, loaded)
+        elif request.wait:
+            slot.loaders.append(token)
+        else:
+            book.reply(token, Done(detail=f"{name} will be loaded"))
+
+    def _unload(self, asked: UnloadAsked) -> None:
+        book, request = self.book, asked.request
+        slots = list(book.slots.values())
+        if request.model:
+            known = {*book.models, *(slot.name for slot in slots)}
+            name = find_name(request.model, known)
+            if name is None:
+                detail = not_found_words(request.model, book.models)
+                book.reply(asked.token, Refused(code="model_not_found", detail=detail))
+                return
+            slots = book.of(name)
+        reason = "unloaded by request"
+        for slot in slots:
+            book.placement.decline(slot.name, reason, book.now)
+            if slot.state in ("queued", "loading", "restarting"):
+                words = f"{slot.name} was unloaded while the request waited for it; ask again to load it"
+                for waiter in list(book.leases.line(slot.name)):
+                    self._refuse(waiter, "unloaded", words)
+            if slot.state == "loading":
+                book.stop(slot, reason)
+            elif slot.state == "ready":
+                book.start_drain(slot, Drain("unload", book.next_order(), reason))
+            elif slot.state == "draining" and slot.drain is not None:
+                slot.drain = Drain("unload", slot.drain.before, reason)
+            elif slot.state == "stopping":
+                slot.hung = ""  # Not to be restarted.
+            else:
+                book.failures.pop(slot.name, None)
+                book.drop(slot, reason)
+        pending = [slot for slot in slots if slot.slot_id in book.slots]
+        if not slots:
+            book.reply(asked.token, Done(detail=f"{request.model or 'no model'} is not loaded: nothing to do"))
+        elif pending and request.wait:
+            book.unloads[asked.token] = {slot.slot_id for slot in pending}
+        else:
+            book.reply(asked.token, Done(detail="being unloaded" if pending else "unloaded"))
+
+    def _acquire(self, asked: AcquireAsked) -> None:
+        book, request, token = self.book, asked.request, asked.token
+        name = find_name(request.model, book.models.keys() | {slot.name for slot in book.slots.values()})
+        slots = book.of(name) if name is not None else []
+        coming = any(slot.state in COMING for slot in slots)
+        waiting = book.leases.waiting(name) if name is not None else 0
+        earlier = book.leases.find(request.holder, request.request_id)
+        record = book.failures.get(name) if name is not None and not coming else None
+        refused: Refused | None = None
+        if not book.config.configured:
+            refused = Refused(code="idle", detail=IDLE_WORDS)
+        elif name is None:
+            refused = Refused(code="model_not_found", detail=not_found_words(request.model, book.models))
+        elif not request.load and not any(slot.state in RUNNING for slot in slots):
+            refused = Refused(code="not_loaded", detail=f"{name} is not loaded on this node")
+        elif record is not None and record.cooling_seconds(book.now):
+            refused = book.cooling(name, record)
+        elif earlier is None and waiting >= book.config.engine.queue_limit:
+            parallel = max((slot.options.parallel for slot in slots), default=1)
+            refused = Refused(
+                code="overloaded",
+                detail=f"{requests(waiting)} wait for {name} already, which is the limit (engine.queue_limit)",
+                retry_after_seconds=float(min(60, max(1, waiting // parallel))),
+            )
+        if refused is not None or name is None:
+            book.reply(token, refused or Refused(code="model_not_found", detail=request.model))
+            return
+        if earlier is not None:
+            book.reply(earlier.token, Refused(code="repeated", detail="the same request was sent again"))
+            book.leases.renew(earlier, token)
+            return
+        book.placement.request(name)
+        waiter = Waiter(book.next_order(), token, request.holder, request.request_id, name, book.now)
+        book.leases.enqueue(waiter)
+
+    def _suspect(self, suspicion: EngineSuspected) -> None:
+        slot = self.book.slots.get(suspicion.slot_id)
+        if slot is not None and slot.state in RUNNING and not slot.suspected:
+            slot.suspected = True
+            slot.reason = "does not answer; it is asked whether it lives"
+            self.book.note(slot.name, f"its engine was reported as not answering: {suspicion.detail[:300]}")
+            if not slot.probing:
+                self._probe(slot, eager=True)
+
+    def _caller_gone(self, gone: CallerGone) -> None:
+        book = self.book
+        waiter = book.leases.find_token(gone.token)
+        if waiter is not None:
+            book.leases.remove(waiter)
+        for slot in book.slots.values():
+            if gone.token in slot.loaders:
+                slot.loaders.remove(gone.token)
+        book.unloads.pop(gone.token, None)
+        if gone.granted is not None and gone.holder is not None:
+            ledger = book.leases.ledgers.get(gone.granted.slot_id)
+            if ledger is not None:
+                ledger.take_back(gone.holder, gone.granted.credits)
+
+    def _refuse(self, waiter: Waiter, code: str, detail: str, retry_after_seconds: float | None = None) -> None:
+        self.book.refuse(waiter, Refused(code=code, detail=detail, retry_after_seconds=retry_after_seconds))
+
+    # -- engines ---------------------------------------------------------------------------------------------
+
+    def _measured(self, device: DeviceMeasured) -> None:
+        book = self.book
+        book.device = device
+        if device.engine:
+            for slot in [slot for slot in book.slots.values() if slot.state == "failed"]:
+                record = book.failures.get(slot.name)
+                if record is not None and record.code == "engine_missing":
+                    del book.failures[slot.name]
+                    book.drop(slot, "an engine was installed since")
+
+    def _adopt(self, adopted: EngineAdopted) -> None:
+        book, memory = self.book, adopted.memory
+        slot = book.make_slot(adopted.model, memory.options, memory.origin, book.next_order(), adopted.slot_id)
+        slot.endpoint, slot.load_seconds = adopted.endpoint, memory.load_seconds
+        slot.requests_total, slot.restarts = memory.requests_total, memory.restarts
+        slot.asked = True
+        book.grace_until = book.now + CREDIT_GRACE_SECONDS
+        self._open(slot, "kept while launcherd was restarted")
+
+    def _ready(self, ready: EngineReady) -> None:
+        book = self.book
+        slot = book.slots.get(ready.slot_id)
+        if slot is None or slot.state != "loading":
+            return
+        book.loading = None
+        slot.endpoint, slot.load_seconds, slot.attempt = ready.endpoint, ready.load_seconds, 0
+        self._open(slot, f"loaded in {ready.load_seconds:.1f} s")
+        for token in slot.loaders:
+            loaded = ModelLoaded(model=slot.name, slot_id=slot.slot_id, load_seconds=slot.load_seconds, already=False)
+            book.reply(token, loaded)
+        slot.loaders.clear()
+
+    def _open(self, slot: Slot, reason: str) -> None:
+        book = self.book
+        slot.move("ready", reason, book.now)
+        slot.ready_at = slot.last_use_at = book.now
+        slot.probe_at = book.now + HEALTH_SECONDS
+        book.leases.open(slot.slot_id, slot.options.parallel, slot.requests_total, book.now)
+        book.note(slot.name, reason)
+
+    def _load_failed(self, failed: EngineFailed) -> None:
+        book = self.book
+        slot = book.slots.get(failed.slot_id)
+        if slot is None or slot.state not in ("loading", "stopping"):
+            return
+        if book.loading == slot.slot_id:
+            book.loading = None
+        if slot.state == "stopping":
+            book.drop(slot, slot.reason)
+        elif failed.code in ("model_file_missing", "engine_missing", "option_refused"):
+            # Nothing that runs is to blame, and unloading it would not help.
+            book.give_up(slot, failed.code, failed.detail)
+        elif slot.restarts:
+            self._crashed(slot, f"its engine could not be restarted: {failed.detail}", "")
+        elif slot.attempt:
+            book.give_up(slot, failed.code, f"{failed.detail}; tried twice, the second time with nothing else loaded")
+        else:
+            slot.attempt = 1
+            book.note(slot.name, f"its first load failed: {failed.detail}")
+            words = f"its first load failed ({failed.detail}); one more try with nothing else loaded"
+            slot.move("queued", words, book.now)
+            book.queue.insert(0, slot.slot_id)
+
+    def _hung(self, hung: EngineHung) -> None:
+        slot = self.book.slots.get(hung.slot_id)
+        if slot is not None and slot.state in RUNNING:
+            slot.hung = f"its engine hung: {hung.detail}"
+            self.book.leases.close(slot.slot_id)
+            slot.move("stopping", slot.hung, self.book.now)
+            self.book.effects.append(StopEngine(slot_id=slot.slot_id, reason=slot.hung))
+
+    def _crashed(self, slot: Slot, what: str, last_words: str) -> None:
+        """An engine that was ready is gone, or did not come back."""
+        book = self.book
+        book.leases.close(slot.slot_id)
+        reason = f"{what}; its last words: {last_words}" if last_words else what
+        record = book.failure_record(slot.name)
+        if slot.ready_at is not None and book.now - slot.ready_at > CRASH_WINDOW_SECONDS:
+            record.recovered()
+        if slot.drain is not None:
+            book.decline(slot, slot.drain.reason)
+            book.drop(slot, f"{reason}, while it was {slot.drain.reason}")
+            return
+        delay = record.crash(book.now)
+        if delay is None:
+            count = len(record.crash_times)
+            book.give_up(slot, "engine_crashed", f"crashed {count} times within 60 s, the last time: {reason}")
+            return
+        book.note(slot.name, reason)
+        heir = book.make_slot(slot.model, slot.options, slot.origin, slot.order)
+        heir.asked, heir.placed = slot.asked, slot.placed
+        heir.restarts, heir.requests_total = slot.restarts + 1, slot.requests_total
+        heir.last_use_at, heir.restart_at = slot.last_use_at, book.now + delay
+        heir.loaders, slot.loaders = slot.loaders, []
+        heir.move("restarting", f"{reason}; started again in {delay:.0f} s", book.now)
+        book.announce(heir)
+        book.drop(slot, reason)
+
+    # -- time ------------------------------------------------------------------------------------------------
+
+    def _tick(self) -> None:
+        book = self.book
+        for waiter in book.leases.lapse(book.now):
+            self.book.reply(waiter.token, Refused(code="holder_gone", detail="its holder stopped reporting"))
+        idle_seconds = book.config.models.idle_unload_minutes * 60
+        for slot in list(book.slots.values()):
+            if slot.state == "restarting" and slot.restart_at <= book.now:
+                slot.move("queued", "its engine ended and is started again", book.now)
+                book.queue.insert(0, slot.slot_id)
+            elif slot.state in RUNNING and not slot.probing and slot.probe_at <= book.now:
+                self._probe(slot, eager=False)
+            if slot.state == "ready" and idle_seconds and book.idle_until(slot) <= book.now:
+                minutes = book.config.models.idle_unload_minutes
+                book.start_drain(slot, Drain("idle", book.next_order(), f"unused for {minutes:g} min"))
+
+    def _probe(self, slot: Slot, *, eager: bool) -> None:
+        slot.probing = True
+        self.book.effects.append(ProbeEngine(slot_id=slot.slot_id, eager=eager))
+
+    # -- after every stimulus --------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        book = self.book
+        self.queue.drop_unwanted()
+        self._call_for_loads()
+        self.queue.load_assigned()
+        book.grant_all()
+        self.queue.work()
+        book.grant_all()
+        book.finish_drains()
+        book.recall_all()
+
+    def _call_for_loads(self) -> None:
+        """A queued slot for each model that requests wait for and no slot will serve."""
+        book = self.book
+        for name in book.leases.waiting_models():
+            slots = book.of(name)
+            if any(slot.state in COMING for slot in slots):
+                continue
+            drains = [slot.drain.before for slot in slots if slot.state == "draining" and slot.drain]
+            first = next(book.leases.line(name, since=max(drains, default=0)), None)
+            if first is None:
+                continue
+            model = book.models.get(name)
+            if model is None:
+                self._refuse_line(name, "model_file_missing", f"the file of {name} is gone")
+                continue
+            try:
+                options = engine_options(model.file, book.config.engine, book.cores)
+            except OptionRefused as error:
+                self._refuse_line(name, error.code, error.detail)
+                continue
+            book.enqueue(model, options, "request", first.order, "a request asked for it")
+
+    def _refuse_line(self, name: ModelName, code: str, detail: str) -> None:
+        for waiter in list(self.book.leases.line(name)):
+            self._refuse(waiter, code_of(code), detail)
