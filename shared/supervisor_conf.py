@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shared.errors import StateError
-from shared.paths import REPOSITORY, NodePaths, checked_socket_path
+from shared.paths import LONGEST_SOCKET, REPOSITORY, NodePaths, checked_socket_path
 
 STOP_ORDER = ("proxyd", "launcherd", "electiond", "gossipd", "tunneld")
 STOP_WAIT_SECONDS = {"launcherd": 20}
@@ -65,7 +65,7 @@ DEFAULT = SupervisorLayout(
 
 def layout_of(paths: NodePaths, environ: Mapping[str, str], repository: Path = REPOSITORY) -> SupervisorLayout:
     """The layout ``meshctl up`` renders for ``paths``. Raises: StateError for a path supervisord can't express."""
-    checked_socket_path(paths.bus / "supervisor.sock")
+    checked_socket_path(paths.bus / LONGEST_SOCKET)
     environment = {"MESH_HOME": str(paths.home)}
     environment.update({name: environ[name] for name in BAKED_VARIABLES if environ.get(name)})
     return SupervisorLayout(

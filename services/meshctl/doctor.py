@@ -22,7 +22,7 @@ from services.meshctl.node import Node
 from services.meshctl.output import STATE_STYLES, clean, print_json, size
 from services.meshctl.up import LOW_DISK_BYTES
 from shared.errors import MeshError
-from shared.paths import IPC_PATH_LIMIT_BYTES, REPOSITORY
+from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
 
 Level = Literal["ok", "warn", "fail"]
 LOW_MEMORY_BYTES = 1024**3
@@ -98,7 +98,7 @@ def _python(_node: Node) -> Iterator[Check]:
 
 def _home(node: Node) -> Iterator[Check]:
     home = node.paths.home
-    longest = node.paths.bus / "supervisor.sock"
+    longest = node.paths.bus / LONGEST_SOCKET
     size_bytes = len(os.fsencode(longest))
     if size_bytes > IPC_PATH_LIMIT_BYTES:
         yield Check(

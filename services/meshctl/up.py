@@ -24,7 +24,7 @@ from services.meshctl.output import Waiting, age, clean, print_json, progress
 from services.meshctl.reload import Reloaded, reload_daemons, say_reloaded
 from shared.config import parse_limits
 from shared.errors import MeshError, StateError
-from shared.paths import IPC_PATH_LIMIT_BYTES, REPOSITORY
+from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
 from shared.status_view import DaemonStatus, NodeStatus, to_jsonable
 from shared.supervisor_conf import layout_of, render
 
@@ -206,12 +206,11 @@ def choose_conf(node: Node) -> Path:
     Raises: StateError.
     """
     folder = REPOSITORY / ".run"
-    socket_path = folder / "supervisor.sock"
     if (
         node.is_default
         and os.access(folder, os.W_OK)
-        and len(os.fsencode(socket_path)) <= IPC_PATH_LIMIT_BYTES
-        and not listens(socket_path)
+        and len(os.fsencode(folder / LONGEST_SOCKET)) <= IPC_PATH_LIMIT_BYTES
+        and not listens(folder / "supervisor.sock")
     ):
         return REPOSITORY / "supervisord.conf"
     text = render(layout_of(node.paths, node.environ))
