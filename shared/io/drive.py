@@ -24,6 +24,11 @@ STORY_LIMIT = 500
 QUEUE_LIMIT = 100_000
 """Stimuli waiting to be handled. Cores handle 10,000 and more a second; reaching this is a broken invariant."""
 
+SECRET_FIELDS = ("api_key", "token", "key", "private_key")
+"""Fields whose text never shows in a story."""
+SHOWN_ITEMS = 4
+"""Longer lists show as their length."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tick:
@@ -79,6 +84,9 @@ class Drive(Generic[S, E]):
                     pass
             if not self._queue:
                 self._step(Tick(), loop.time())
+            if delay <= 0:
+                # A core that is always late must not keep everything else from running.
+                await asyncio.sleep(0)
 
     def _step(self, stimulus: S | Tick, now: float) -> None:
         effects = self.core.handle(stimulus, now=now)
@@ -96,22 +104,33 @@ class Drive(Generic[S, E]):
 
 
 def brief(value: Any, limit: int = 300) -> str:
-    """A one-line, bounded rendering; API keys never show."""
-    cls = type(value)
-    names = getattr(cls, "__dataclass_fields__", None)
-    if names is None:
-        text = repr(value)
-    else:
-        shown = []
-        for name in names:
-            item = getattr(value, name)
-            if name in ("api_key", "token", "key", "private_key"):
-                item = "…"
-            elif isinstance(item, tuple | list | dict) and len(item) > 4:
-                item = f"<{len(item)}>"
-            shown.append(f"{name}={item}" if isinstance(item, str) else f"{name}={item!r}")
-        text = f"{cls.__name__}({', '.join(shown)})"
+    """A one-line, bounded rendering; secrets never show, however deep they are."""
+    text = _shown(value, limit)
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def _shown(value: Any, limit: int) -> str:
+    names = getattr(type(value), "__dataclass_fields__", None)
+    if names is not None:
+        items = [(name, getattr(value, name)) for name in names]
+        return f"{type(value).__name__}({', '.join(_pair(name, item, limit) for name, item in items)})"
+    match value:
+        case str():
+            return value if len(value) <= limit else value[:limit]
+        case bytes():
+            return f"<{len(value)} bytes>"
+        case tuple() | list() if len(value) <= SHOWN_ITEMS:
+            return f"({', '.join(_shown(item, limit) for item in value)})"
+        case dict() if len(value) <= SHOWN_ITEMS:
+            return f"{{{', '.join(_pair(str(name), item, limit) for name, item in value.items())}}}"
+        case tuple() | list() | dict() | set() | frozenset():
+            return f"<{len(value)}>"
+    return repr(value)
+
+
+def _pair(name: str, item: Any, limit: int) -> str:
+    hidden = name in SECRET_FIELDS and isinstance(item, str | bytes) and item
+    return f"{name}={'…' if hidden else _shown(item, limit)}"
 
 
 class Tasks:
