@@ -127,6 +127,21 @@ def test_a_stimulus_that_brings_a_nearer_deadline_rearms_the_timer() -> None:
     run_async(scene())
 
 
+def test_a_stimulus_is_no_tick() -> None:
+    async def scene() -> None:
+        core = EchoCore(deadlines=[asyncio.get_running_loop().time() + 3600])
+        done: list[Echo] = []
+        drive: Drive[Said, Echo] = Drive(core, done.append)
+        task = asyncio.ensure_future(drive.run())
+        await asyncio.sleep(0)
+        drive.post(Said("a"))
+        await until(lambda: done, 5, "the word is handled")
+        assert core.ticks == []
+        task.cancel()
+
+    run_async(scene())
+
+
 def test_a_core_that_is_always_late_does_not_block_the_loop() -> None:
     async def scene() -> None:
         def late_again(core: EchoCore) -> None:
@@ -137,6 +152,8 @@ def test_a_core_that_is_always_late_does_not_block_the_loop() -> None:
         drive: Drive[Said, Echo] = Drive(core, lambda effect: None)
         task = asyncio.ensure_future(drive.run())
         await until(lambda: len(core.ticks) > 10, 5, "ticks")
+        if task.done():
+            task.result()
         task.cancel()
 
     run_async(scene(), 5)
@@ -252,6 +269,8 @@ def test_a_failing_task_ends_the_watch(turns: int) -> None:
 
 def test_tasks_that_end_or_are_cancelled_do_not_end_the_watch() -> None:
     async def scene() -> None:
+        complaints: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         tasks = Tasks()
         ended = tasks.start(asyncio.sleep(0), "short")
         cancelled = tasks.start(asyncio.sleep(3600), "cancelled")
@@ -260,6 +279,7 @@ def test_tasks_that_end_or_are_cancelled_do_not_end_the_watch() -> None:
         await until(lambda: ended.done() and cancelled.done(), 5, "both are over")
         await asyncio.sleep(0)
         assert not watching.done()
+        assert complaints == []
         watching.cancel()
 
     run_async(scene())
