@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from shared.config import NodeConfig, load_config
 from shared.errors import MeshError
@@ -44,8 +44,13 @@ def run_daemon(name: str, main: Callable[[NodePaths, NodeConfig], Coroutine[Any,
     except MeshError as error:
         log.error("cannot_start", daemon=name, code=error.code, reason=error.detail)
         raise SystemExit(1) from None
+    run_to_end(name, main(paths, config))
+
+
+def run_to_end(name: str, work: Coroutine[Any, Any, None]) -> NoReturn:
+    """The second half of :func:`run_daemon`, for a process that was started another way."""
     try:
-        run_loop(main(paths, config))
+        run_loop(work)
     except MeshError as error:
         log.error("stopped", daemon=name, code=error.code, reason=error.detail)
         raise SystemExit(1) from None
