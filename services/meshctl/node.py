@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import socket
 import time
 import xmlrpc.client
@@ -116,8 +117,8 @@ class Node:
         except (psutil.Error, OSError):
             return None
         conf = next((Path(part) for part in command if part.endswith("/supervisord.conf")), None)
-        if conf is not None and conf.is_absolute() and conf.parent != REPOSITORY:
-            return conf.parent
+        if conf is not None and (written := _home_in(conf)) is not None:
+            return written
         text = environ.get("MESH_HOME")
         if text is None and environ.get("HOME", "") != self.environ.get("HOME", ""):
             return None
@@ -273,6 +274,15 @@ def _supervisor_record(paths: NodePaths) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return value if isinstance(value, dict) else {}
+
+
+def _home_in(conf: Path) -> Path | None:
+    """The ``MESH_HOME`` that a rendered configuration sets; the repository's own sets none."""
+    try:
+        found = re.search(r'MESH_HOME="([^"]*)"', conf.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return None
+    return Path(found.group(1)) if found else None
 
 
 def restart_counts(supervisor: Supervisor) -> dict[str, int] | None:
