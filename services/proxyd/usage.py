@@ -12,9 +12,10 @@ from dataclasses import dataclass
 KEPT_BYTES = 16 * 1024
 """llama.cpp's last event with usage and timings is under 2 KB."""
 
-_USAGE = re.compile(rb'"usage"\s*:\s*\{')
-_TIMINGS = re.compile(rb'"timings"\s*:\s*\{')
-_NUMBER = re.compile(rb'"(\w+)"\s*:\s*(-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)')
+_FIELD = re.compile(
+    rb'"((?:prompt|completion|input|output)_tokens|(?:prompt|cache|predicted)_n|predicted_per_second)"'
+    rb"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,45 +33,26 @@ NOTHING = Usage()
 def read_usage(first: bytes, last: bytes) -> Usage:
     """``first`` and ``last``: how the body begins and ends; ``first`` matters only to Anthropic streams, whose
     prompt tokens come with the first event."""
-    if b'"usage"' not in last and b'"timings"' not in last:
+    usage_at = last.rfind(b'"usage"')
+    timings_at = last.rfind(b'"timings"')
+    if usage_at < 0 and timings_at < 0:
         return NOTHING
-    usage = _last_numbers(_USAGE, last)
-    timings = _last_numbers(_TIMINGS, last)
-    prompt = usage.get(b"prompt_tokens", usage.get(b"input_tokens"))
-    if prompt is None and timings:
-        prompt = timings.get(b"prompt_n", 0.0) + timings.get(b"cache_n", 0.0)
-    if prompt is None and first:
-        prompt = _last_numbers(_USAGE, first).get(b"input_tokens")
-    completion = usage.get(b"completion_tokens", usage.get(b"output_tokens", timings.get(b"predicted_n")))
-    speed = timings.get(b"predicted_per_second")
+    found = _fields(last, min(at for at in (usage_at, timings_at) if at >= 0))
+    prompt = found.get(b"prompt_tokens", found.get(b"input_tokens"))
+    if prompt is None and b"prompt_n" in found:
+        prompt = found[b"prompt_n"] + found.get(b"cache_n", 0.0)
+    if prompt is None and first is not last:
+        prompt = _fields(first, max(0, first.find(b'"usage"'))).get(b"input_tokens")
+    completion = found.get(b"completion_tokens", found.get(b"output_tokens", found.get(b"predicted_n")))
     return Usage(
         prompt_tokens=None if prompt is None else int(prompt),
         completion_tokens=None if completion is None else int(completion),
-        tokens_per_second=speed if speed is not None and speed > 0 else None,
+        tokens_per_second=found.get(b"predicted_per_second") or None,
     )
 
 
-def _last_numbers(pattern: re.Pattern[bytes], text: bytes) -> dict[bytes, float]:
-    """The numbers of the last object that ``pattern`` finds, nested ones (details) not overriding outer ones."""
-    match = None
-    for found in pattern.finditer(text):
-        match = found
-    if match is None:
-        return {}
-    numbers: dict[bytes, float] = {}
-    end = _object_end(text, match.end())
-    for key, value in _NUMBER.findall(text, match.end(), end):
-        numbers.setdefault(key, float(value))
-    return numbers
-
-
-def _object_end(text: bytes, start: int) -> int:
-    depth = 1
-    for brace in re.finditer(rb"[{}]", text[start : start + 2048]):
-        depth += 1 if brace[0] == b"{" else -1
-        if depth == 0:
-            return start + brace.start()
-    return len(text)
+def _fields(text: bytes, start: int) -> dict[bytes, float]:
+    return {key: float(value) for key, value in _FIELD.findall(text, start)}
 
 
 class BodyEnds:
