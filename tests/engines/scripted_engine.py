@@ -53,6 +53,8 @@ class Script:
     """Replies stop there, connections stay open."""
     cut_after_tokens: int | None = None
     """The connection closes there, the engine lives on."""
+    crash_after_cut_seconds: float | None = None
+    """SIGKILLs itself so long after such a cut."""
     ignore_sigterm: bool = False
     status: int = 200
     """Of inference requests; anything else comes with an error object."""
@@ -216,6 +218,9 @@ class Engine:
             os.kill(os.getpid(), signal.SIGKILL)
         if self.script.cut_after_tokens == words:
             connection.transport.close()
+            if self.script.crash_after_cut_seconds is not None:
+                loop = asyncio.get_running_loop()
+                loop.call_later(self.script.crash_after_cut_seconds, os.kill, os.getpid(), signal.SIGKILL)
         if self.script.hang_after_tokens == words:
             await asyncio.Event().wait()
 

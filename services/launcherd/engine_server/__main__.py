@@ -95,7 +95,7 @@ def _resolved(binding: Any, attribute: str, value: Setting) -> Any:
 
 
 def _wait_for_signal(announcement: str) -> NoReturn:
-    """Says that the engine is ready, and ends the process on the first SIGTERM or SIGINT, in the middle of a generation too.
+    """Says that the engine is ready, and ends the process on SIGTERM or SIGINT, in the middle of a generation too.
 
     The signal may land in one of the server's threads, where it would not wake a `signal.pause()` of ours; the
     wakeup pipe always does. Destroying the server would wait for running requests, so the kernel frees everything.

@@ -152,7 +152,6 @@ class ExitWatch:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._descriptor = -1
-        self._closed = False
         try:
             self._descriptor = os.pidfd_open(identity.pid)
             self._loop.add_reader(self._descriptor, self._check)
@@ -163,8 +162,6 @@ class ExitWatch:
             self._timer = self._loop.call_later(0, self._check)
 
     def _check(self) -> None:
-        if self._closed:
-            return
         status = _reap(self._identity.pid) if self._ours() else None
         if status is None and is_alive(self._identity):
             if self._descriptor < 0:
@@ -180,7 +177,6 @@ class ExitWatch:
 
     def close(self) -> None:
         """Stops watching. May be repeated."""
-        self._closed = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -61,4 +61,7 @@ def test_a_signal_ends_it_cleanly(tiny_folder: Path, tmp_path: Path, number: sig
         assert child.stdout is not None
         assert child.stdout.readline().startswith("engine ready: http://127.0.0.1:")
         child.send_signal(number)
-        assert child.wait(timeout=2) == 0
+        try:
+            assert child.wait(timeout=2) == 0
+        finally:
+            child.kill()

@@ -285,6 +285,19 @@ def test_a_crash_during_the_first_answer_is_an_exit(run: Run, make_command: Make
     run(go())
 
 
+def test_a_connection_that_breaks_just_before_the_exit_is_an_exit(
+    run: Run, make_command: MakeCommand, tmp_path: Path
+) -> None:
+    async def go() -> None:
+        dying = Script(cut_after_tokens=0, crash_after_cut_seconds=0.2)
+        assert isinstance(await failure(make_command(script=dying), tmp_path), EngineExited)
+        living = await failure(make_command(script=Script(cut_after_tokens=0)), tmp_path)
+        assert type(living) is LoadFailed
+        assert "broke off" in living.detail
+
+    run(go())
+
+
 def test_words_in_the_log_decide_nothing(run: Run, make_command: MakeCommand, tmp_path: Path) -> None:
     """TRAPS 23: decided by type, not by words in a message."""
 
@@ -331,11 +344,16 @@ def test_a_taken_port_is_its_own_error(
     run(go())
 
 
+@pytest.mark.parametrize("key", ["other", ""])
 def test_a_stranger_that_answers_on_our_port_is_not_our_engine(
-    run: Run, make_command: MakeCommand, tmp_path: Path
+    run: Run, make_command: MakeCommand, tmp_path: Path, key: str
 ) -> None:
+    """Whether it asks for a key of its own or answers everybody."""
+    first = make_command(script=Script())
+    first = replace(first, api_key=key, env={**first.env, "LLAMA_API_KEY": key})
+
     async def go() -> None:
-        async with running(make_command(script=Script()), tmp_path / "a") as stranger:
+        async with running(first, tmp_path / "a") as stranger:
             await stranger.wait_ready(20)
             slow = make_command("tiny-other", script=Script(start_seconds=60), port=stranger.address.port)
             assert isinstance(await failure(slow, tmp_path / "b"), EnginePortTaken)

@@ -114,6 +114,7 @@ def test_a_link_loop_ends(tiny_folder: Path, tmp_path: Path) -> None:
     result = ModelFolders([tmp_path]).scan()
     assert names(result) == ["deep"]
     assert result.models[0].path == str(inner / "deep.gguf")
+    assert result.skipped == ()
 
 
 def test_missing_parts_are_named(tiny_folder: Path, tmp_path: Path) -> None:

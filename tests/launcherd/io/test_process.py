@@ -195,6 +195,39 @@ def test_watching_a_process_that_is_gone_or_whose_pid_is_reused_ends_at_once(spa
     assert child.poll() is None
 
 
+def test_a_zombie_is_reported_once(spawn: Spawn, run: Run) -> None:
+    child = spawn()
+    identity = known(child.pid)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+    async def watch() -> list[ExitStatus]:
+        seen: list[ExitStatus] = []
+        ExitWatch(identity, seen.append)
+        await until(lambda: bool(seen))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return seen
+
+    assert run(watch()) == [ExitStatus(-signal.SIGKILL)]
+
+
+def test_the_next_owner_of_a_pid_is_not_waited_for(spawn: Spawn, run: Run) -> None:
+    child = spawn()
+    stranger = replace(known(child.pid), start_time=1)
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+
+    async def watch() -> list[ExitStatus]:
+        seen: list[ExitStatus] = []
+        ExitWatch(stranger, seen.append)
+        await until(lambda: bool(seen))
+        return seen
+
+    assert run(watch()) == [ExitStatus(None)]
+    assert child.wait() == -signal.SIGKILL, "its own waiter still learns how it ended"
+
+
 def test_a_closed_watch_says_nothing(spawn: Spawn, run: Run) -> None:
     child = spawn()
 
