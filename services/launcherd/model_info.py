@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import shared.need
 from services.launcherd.gguf import GgufArray, GgufHeader
 from shared.errors import ModelFileBroken
 from shared.messages.models import ModelType
@@ -21,8 +22,6 @@ F16_BYTES = 2
 F32_BYTES = 4
 UBATCH_TOKENS = 512
 """llama.cpp's physical batch: compute buffers are sized for it."""
-SEQUENCE_PADDING_TOKENS = 256
-"""llama.cpp rounds each request's share of the context up to this."""
 ENCODER_BATCH_LIMIT_TOKENS = 8192
 """An encoder reads its whole input in one batch; longer inputs are not served."""
 READINESS_LEAST_SECONDS = 600.0
@@ -165,15 +164,17 @@ def build_model(name: str, parts: Sequence[tuple[str, int, FileFacts]]) -> Model
 
 
 def need_bytes(model: ModelFile, context_tokens: int, parallel: int) -> int:
-    """Memory that the model takes on its device: max(1.1 x size, size + KV cache + compute buffers).
+    """Memory that the model takes on its device with `context_tokens` in total over `parallel` requests.
 
-    `context_tokens` is the total over all parallel requests, as `-c` of llama-server: each of `parallel` requests
-    gets an equal share, which llama.cpp rounds up to 256 tokens. Source: DESIGN §6.
+    Source: docs/spec/need.md.
     """
-    share = -(-context_tokens // max(1, parallel))
-    padded = -(-share // SEQUENCE_PADDING_TOKENS) * SEQUENCE_PADDING_TOKENS * max(1, parallel)
-    size = model.file_size_bytes
-    return max(-(-size * 11 // 10), size + model.kv_bytes_per_token * padded + model.compute_bytes)
+    return shared.need.need_bytes(
+        file_size_bytes=model.file_size_bytes,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        compute_bytes=model.compute_bytes,
+        context_tokens=context_tokens,
+        parallel=parallel,
+    )
 
 
 def readiness_timeout_seconds(file_size_bytes: int, least_seconds: float = READINESS_LEAST_SECONDS) -> float:
