@@ -8,7 +8,7 @@ import xmlrpc.client
 import click
 import psutil
 
-from services.meshctl.leftovers import end, find_leftovers
+from services.meshctl.leftovers import end, find_leftovers, locked_daemons
 from services.meshctl.node import Node, Supervised, wait_until
 from services.meshctl.output import Waiting, print_json, progress
 from shared.errors import StateError
@@ -27,7 +27,7 @@ def down(as_json: bool) -> None:
     node = Node()
     found = node.supervised
     if found is not None:
-        _shut_down(found)
+        _shut_down(node, found)
     elif not node.paths.bus.is_dir():
         _say(as_json, was_running=False, ended=[])
         return
@@ -52,7 +52,7 @@ def _say(as_json: bool, *, was_running: bool, ended: list[str]) -> None:
         click.echo("This node was not running.")
 
 
-def _shut_down(found: Supervised) -> None:
+def _shut_down(node: Node, found: Supervised) -> None:
     """Ask supervisord and wait until it is gone. Raises: StateError."""
     try:
         found.supervisor.call("shutdown")
@@ -66,10 +66,7 @@ def _shut_down(found: Supervised) -> None:
     def gone() -> bool | None:
         if not psutil.pid_exists(found.pid) or _is_zombie(found.pid):
             return True
-        try:
-            alive = [row["name"] for row in found.supervisor.processes() if row["pid"]]
-        except (OSError, xmlrpc.client.Error):
-            alive = []
+        alive = [item.name for item in locked_daemons(node.paths)]
         waiting.show(f"Stopping {', '.join(alive) or 'supervisord'} …", time.monotonic() - started)
         return None
 

@@ -47,18 +47,29 @@ def logs(names: tuple[str, ...], follow: bool, lines: int) -> None:
         if not any(file.path.exists() for file in files):
             raise NoLog(f"there is no log in {node.log_folder} yet; start the node with 'meshctl up'")
     many = len(files) > 1
-    # Lines of several daemons are put in order by their time stamps, which all begin alike.
-    first = [(line, file.name) for file in files for line in file.last(lines)]
-    if many:
-        first = sorted(first, key=lambda item: item[0][:24])[-lines:] if lines else []
-    for line, name in first:
+    first = merged([(file.name, file.last(lines)) for file in files])
+    for name, line in first[-lines:] if lines else []:
         _echo(line, name if many else "")
     while follow:
-        news = [(line, file.name) for file in files for line in file.new()]
-        for line, name in sorted(news, key=lambda item: item[0][:24]) if many else news:
+        for name, line in merged([(file.name, list(file.new())) for file in files]):
             _echo(line, name if many else "")
         sys.stdout.flush()
         time.sleep(POLL_SECONDS)
+
+
+def merged(files: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:
+    """(name, line) in order of time. A line without a time stamp stays with the one before it, the bare
+    ``NAME ready`` with the one after it."""
+    found = []
+    for name, lines in files:
+        stamps: list[str] = []
+        for line in lines:
+            stamped = line[:4].isdigit() and line[10:11] == "T"
+            stamps.append(line[:24] if stamped else stamps[-1] if stamps else "")
+            if stamped and len(stamps) > 1 and lines[len(stamps) - 2] == f"{name} ready":
+                stamps[-2] = line[:24]
+        found += [(stamp, name, at, line) for at, (stamp, line) in enumerate(zip(stamps, lines, strict=True))]
+    return [(name, line) for _, name, _, line in sorted(found)]
 
 
 def _echo(line: str, name: str) -> None:

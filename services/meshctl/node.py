@@ -10,11 +10,12 @@ import socket
 import time
 import xmlrpc.client
 from collections.abc import Callable, Coroutine, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from services.meshctl.log_tail import last_error
 from shared.errors import DaemonUnreachable, MeshError, RequestRefused, StateError
 from shared.ids import DAEMONS
 from shared.io.supervisor import Supervisor
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from shared.codec import Message
     from shared.config import NodeConfig
     from shared.messages.common import DaemonInfo
-    from shared.status_view import NodeStatus
+    from shared.status_view import NodeStatus, ProcessRow
 
 T = TypeVar("T")
 
@@ -192,14 +193,22 @@ class Node:
         from shared.status_view import build_status, process_rows
 
         found = self.supervised
-        rows: list[Any] = []
+        rows: list[ProcessRow] = []
         if found is not None:
             try:
                 rows = process_rows(found.supervisor.processes(), restart_counts(found.supervisor))
+                rows = [_with_own_words(row) for row in rows]
             except (OSError, xmlrpc.client.Error):
                 self.__dict__.pop("supervised", None)
         asked = self.survey()
         return build_status(asked.snapshots, asked.infos, rows)
+
+
+def _with_own_words(row: ProcessRow) -> ProcessRow:
+    """supervisord only knows that a process ended; why is in the process's log."""
+    if row.state not in ("backoff", "fatal", "exited", "starting") or not row.log_path:
+        return row
+    return replace(row, reason=last_error(Path(row.log_path)) or row.reason)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

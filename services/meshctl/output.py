@@ -32,13 +32,18 @@ def progress(text: str) -> None:
     click.echo(clean(text), err=True)
 
 
+QUIET_SECONDS = 1.5
+"""Where lines can't be rewritten, a change is printed at most so often."""
+
+
 class Waiting:
-    """One line that is rewritten on a terminal, and printed once per change elsewhere."""
+    """One line that is rewritten on a terminal; elsewhere a line per change, not too often."""
 
     def __init__(self) -> None:
         self._tty = sys.stderr.isatty()
         self._shown = ""
         self._key = ""
+        self._next_at = 0.0
 
     def show(self, text: str, seconds: float) -> None:
         """``text`` is what is waited for; on a terminal the seconds are counted beside it."""
@@ -47,9 +52,9 @@ class Waiting:
             line = f"{text} {seconds:.0f} s"
             click.echo(f"\r\033[K{line[: _columns() - 1]}", err=True, nl=False)
             self._shown = line
-        elif text != self._key:
+        elif text != self._key and seconds >= self._next_at:
             click.echo(text, err=True)
-        self._key = text
+            self._key, self._next_at = text, seconds + QUIET_SECONDS
 
     def done(self) -> None:
         if self._tty and self._shown:
@@ -118,20 +123,47 @@ STATE_STYLES = {
 }
 
 
-def table(headers: Sequence[str], rows: Sequence[Sequence[str]], *, state_column: int | None = None) -> Any:
-    """A rich table without lines: the last column folds, the others keep their words."""
+NARROW_COLUMNS = 72
+
+
+def table(
+    headers: Sequence[str], rows: Sequence[Sequence[str]], *, state_column: int | None = None, width: int | None = None
+) -> Any:
+    """A rich table without lines. The last column is for sentences: it folds, or on a narrow terminal gets a line of
+    its own. ``width`` defaults to the terminal's."""
+    from rich.console import Group
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
-    shown = Table(box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for at, header in enumerate(headers):
-        shown.add_column(header, overflow="fold", no_wrap=at not in (0, len(headers) - 1))
-    for row in rows:
-        cells = [Text(clean(cell)) for cell in row]
-        if state_column is not None:
-            cells[state_column].stylize(STATE_STYLES.get(row[state_column], ""))
-        shown.add_row(*cells)
-    return shown
+    narrow = (width or _columns()) < NARROW_COLUMNS and len(headers) > 2
+    sentences = [row[-1] for row in rows]
+    if narrow:
+        headers, rows = headers[:-1], [row[:-1] for row in rows]
+
+    def part(rows: Sequence[Sequence[str]], widths: list[int] | None) -> Any:
+        shown = Table(
+            box=None, pad_edge=False, show_edge=False, padding=(0, 2, 0, 0), header_style="bold", show_header=not widths
+        )
+        for at, header in enumerate(headers):
+            fold = at == len(headers) - 1 or header == "MODEL"
+            shown.add_column(header, overflow="fold", no_wrap=not fold, min_width=widths[at] if widths else None)
+        for row in rows:
+            cells = [Text(clean(cell)) for cell in row]
+            if state_column is not None:
+                cells[state_column].stylize(STATE_STYLES.get(row[state_column], ""))
+            shown.add_row(*cells)
+        return shown
+
+    if not narrow:
+        return part(rows, None)
+    widths = [max(len(row[at]) for row in [headers, *rows]) for at in range(len(headers))]
+    parts: list[Any] = [Text("  ".join(header.ljust(width) for header, width in zip(headers, widths, strict=True)))]
+    for row, sentence in zip(rows, sentences, strict=True):
+        parts.append(part([row], widths))
+        if sentence:
+            parts.append(Padding(Text(clean(sentence), style="dim"), (0, 0, 0, 2)))
+    return Group(*parts)
 
 
 def short_id(peer_id: str) -> str:

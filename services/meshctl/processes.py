@@ -9,7 +9,7 @@ import click
 
 from services.meshctl.node import Node, Supervised, wait_until
 from services.meshctl.output import Waiting, print_json
-from services.meshctl.up import StartFailed, last_error
+from services.meshctl.up import StartFailed
 from shared.errors import MeshError
 from shared.ids import DAEMONS
 
@@ -77,6 +77,6 @@ def restart_one(node: Node, found: Supervised, name: str) -> tuple[int, int]:
         waiting.done()
     if not outcome:
         daemon = next((daemon for daemon in node.status().daemons if daemon.name == name), None)
-        why = last_error(node, daemon) if daemon else ""
-        raise StartFailed(f"{name} does not come back: {why or 'no reason in its log'}; see 'meshctl logs {name}'")
+        why = daemon.detail if daemon else "it did not start"
+        raise StartFailed(f"{name} does not come back: {why}; see 'meshctl logs {name}'")
     return old, int(found.supervisor.call("getProcessInfo", name)["pid"])

@@ -113,7 +113,7 @@ def _parts(view: NodeStatus, width: int) -> list[Any]:
                 lines.append(f"  {label if not at else '':8}", style="dim")
                 lines.append(f"{line}\n")
     lines.rstrip()
-    parts: list[Any] = [head, lines, Text(), _daemon_table(view)]
+    parts: list[Any] = [head, lines, Text(), _daemon_table(view, width)]
     if view.models:
         parts += [Text(), _model_table(view.models, width)]
     if view.hints:
@@ -148,7 +148,7 @@ def _without_peer(address: str) -> str:
     return address.partition("/p2p/")[0]
 
 
-def _daemon_table(view: NodeStatus) -> Any:
+def _daemon_table(view: NodeStatus, width: int) -> Any:
     rows = [
         (
             daemon.name,
@@ -164,7 +164,7 @@ def _daemon_table(view: NodeStatus) -> Any:
     if not any(row[4] for row in rows):
         rows = [(*row[:4], row[5]) for row in rows]  # type: ignore[misc]
         headers.remove("RESTARTS")
-    return table(headers, rows, state_column=1)
+    return table(headers, rows, state_column=1, width=width)
 
 
 def _model_table(models: tuple[ModelStatus, ...], width: int) -> Any:
@@ -175,7 +175,7 @@ def _model_table(models: tuple[ModelStatus, ...], width: int) -> Any:
     ]
     drop = [at for at in (2, 3, 4) if not any(row[at] for row in rows) or (width < 70 and at in (2, 4))]
     keep = [at for at in range(len(headers)) if at not in drop]
-    return table([headers[at] for at in keep], [[row[at] for at in keep] for row in rows], state_column=1)
+    return table([headers[at] for at in keep], [[row[at] for at in keep] for row in rows], state_column=1, width=width)
 
 
 def busy(model: ModelStatus) -> str:

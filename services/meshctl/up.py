@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import shutil
@@ -276,7 +275,7 @@ def await_answer(node: Node, seconds: float = READY_SECONDS) -> None:
             if daemon.state == "fatal" or (daemon.state == "backoff" and (daemon.restarts or 0) >= FAILED_STARTS - 1)
         ]
         if hopeless:
-            raise StartFailed(_why(node, hopeless))
+            raise StartFailed(_why(hopeless))
         up = all(daemon.state == "running" for daemon in view.daemons)
         if up and view.addresses.api and answers(f"{view.addresses.api}/live"):
             return True
@@ -285,7 +284,7 @@ def await_answer(node: Node, seconds: float = READY_SECONDS) -> None:
         return None
 
     try:
-        done = wait_until(ready, seconds)
+        done = wait_until(ready, seconds, every_seconds=0.1)
     finally:
         waiting.done()
     if done is None:
@@ -293,29 +292,15 @@ def await_answer(node: Node, seconds: float = READY_SECONDS) -> None:
         late = [daemon for daemon in view.daemons if daemon.state != "running"]
         raise StartFailed(
             f"the node does not answer after {seconds:.0f} s: "
-            + (_why(node, late) if late else "the HTTP service is not listening; see 'meshctl logs proxyd keeper'")
+            + (_why(late) if late else "the HTTP service is not listening; see 'meshctl logs proxyd keeper'")
         )
 
 
-def _why(node: Node, daemons: list[DaemonStatus]) -> str:
-    parts = [f"{daemon.name}: {last_error(node, daemon) or daemon.detail or daemon.state}" for daemon in daemons]
+def _why(daemons: list[DaemonStatus]) -> str:
+    parts = [f"{daemon.name}: {daemon.detail or daemon.state}" for daemon in daemons]
     return "; ".join(parts) + (
         f". supervisord keeps trying; see 'meshctl logs {daemons[0].name}', stop it all with 'meshctl down'"
     )
-
-
-def last_error(node: Node, daemon: DaemonStatus) -> str:
-    """The reason in the daemon's newest error line, else its last line; empty without a log."""
-    path = Path(daemon.log_path) if daemon.log_path else node.log_folder / f"{daemon.name}.log"
-    with contextlib.suppress(OSError), open(path, "rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 16_384))
-        lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        for line in reversed(lines):
-            if found := re.search(r' error event=.* reason="?([^"]*)"?', line):
-                return found.group(1)
-        return lines[-1] if lines else ""
-    return ""
 
 
 # -- what is printed -------------------------------------------------------------------------------------------

@@ -194,8 +194,8 @@ def test_two_nodes_with_one_home(meshctl: Meshctl, mesh_home: Path, monkeypatch:
     paths = NodePaths(mesh_home)
     paths.prepare()
     code = (
-        "import sys, time; from pathlib import Path; from shared.io.daemon_process import DaemonLock\n"
-        "lock = DaemonLock(Path(sys.argv[1]), 'gossipd'); print('held', flush=True); time.sleep(60)"
+        "import signal, sys; from pathlib import Path; from shared.io.daemon_process import DaemonLock\n"
+        "lock = DaemonLock(Path(sys.argv[1]), 'gossipd'); print('held', flush=True); signal.pause()"
     )
     other = subprocess.Popen(
         [sys.executable, "-c", code, str(paths.lock_file("gossipd"))], stdout=subprocess.PIPE, text=True

@@ -19,14 +19,14 @@ from shared.paths import NodePaths
 Start = Callable[..., subprocess.Popen[str]]
 
 HOLD_LOCK = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from shared.io.daemon_process import DaemonLock
 lock = DaemonLock(Path(sys.argv[1]), "gossipd")
 print("held", flush=True)
-time.sleep(60)
+signal.pause()
 """
-STUBBORN = "import signal, time; signal.signal(15, signal.SIG_IGN); print('on', flush=True); time.sleep(60)"
+STUBBORN = "import signal; signal.signal(15, signal.SIG_IGN); print('on', flush=True); signal.pause()"
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_one_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch, sta
 
 
 def test_a_reused_pid_is_never_signalled(start: Start) -> None:
-    process = start("import time; print('on', flush=True); time.sleep(60)")
+    process = start("import signal; print('on', flush=True); signal.pause()")
     earlier = Leftover("engine", process.pid, psutil.Process(process.pid).create_time() - 5)
     assert end([earlier]) == []
     assert process.poll() is None

@@ -30,6 +30,20 @@ def test_all_daemons_are_merged_by_time(meshctl: Meshctl, logs: Path) -> None:
     assert [line[-2:] for line in lines] == ["e1", "e2", "e3", "e4"]
 
 
+def test_lines_without_a_time_stay_where_they_belong(meshctl: Meshctl, logs: Path) -> None:
+    with (logs / "gossipd.log").open("a") as file:
+        file.write("gossipd ready\n2026-01-01T00:00:06.000Z info event=e6\n  a traceback\n")
+    with (logs / "proxyd.log").open("a") as file:
+        file.write("2026-01-01T00:00:05.000Z info event=e5\n2026-01-01T00:00:07.000Z info event=e7\n")
+    assert [line.split()[-1] for line in meshctl("logs", "-n", "5").out.splitlines()] == [
+        "event=e5",
+        "ready",
+        "event=e6",
+        "traceback",
+        "event=e7",
+    ]
+
+
 def test_one_daemon_is_printed_as_it_is(meshctl: Meshctl, logs: Path) -> None:
     assert meshctl("logs", "proxyd", "-n", "1").out == "2026-01-01T00:00:03.000Z info event=e3\n"
 
