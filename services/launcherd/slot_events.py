@@ -185,6 +185,14 @@ class EngineAdopted:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineLoading:
+    """How far a load has come: `starting`, `loading`, `answering` (its first request)."""
+
+    slot_id: SlotId
+    phase: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineReady:
     slot_id: SlotId
     endpoint: EngineEndpoint
@@ -243,6 +251,7 @@ Stimulus = (
     | SuspicionRaised
     | CallerGone
     | EngineAdopted
+    | EngineLoading
     | EngineReady
     | EngineFailed
     | EngineExited

@@ -55,6 +55,7 @@ from services.launcherd.slot_events import (
     EngineFailed,
     EngineHealthy,
     EngineHung,
+    EngineLoading,
     EngineReady,
     EngineStopped,
     InventoryScanned,
@@ -79,6 +80,12 @@ from shared.messages.models import LoadModel, ModelLoaded
 IDLE_WORDS = (
     "this node is idle: it has no mesh.toml. 'meshctl up' writes one, or load a model with 'meshctl load MODEL'"
 )
+
+LOADING_WORDS = {
+    "starting": "its engine starts",
+    "loading": "its engine reads the model",
+    "answering": "its engine answers its first request",
+}
 
 
 class SlotTable:
@@ -125,6 +132,10 @@ class SlotTable:
                 self._caller_gone(stimulus)
             case EngineAdopted():
                 self._adopt(stimulus)
+            case EngineLoading(slot_id=slot_id, phase=phase):
+                slot = book.slots.get(slot_id)
+                if slot is not None and slot.state == "loading":
+                    slot.reason = LOADING_WORDS.get(phase, phase)
             case EngineReady():
                 self._ready(stimulus)
             case EngineFailed():
