@@ -15,6 +15,7 @@ import psutil
 
 from services.proxyd import worker_life
 from services.proxyd.access import Access, AccessRules
+from services.proxyd.io.http_protocol import InferenceProtocol
 from services.proxyd.io.http_service import HttpService, LibraryLog
 from services.proxyd.io.inference_api import InferenceApp
 from services.proxyd.io.keeper_client import KeeperClient, ListenerNote, wanted_listeners
@@ -105,7 +106,10 @@ class Worker:
             idle=lambda: not self.config.configured,
         )
         self._gate = ManagementGate(self._access)
-        self._services = {"api": HttpService("api", self._enter), "console": HttpService("console", self._gate)}
+        self._services = {
+            "api": HttpService("api", self._enter, InferenceProtocol),
+            "console": HttpService("console", self._gate),
+        }
         self._keeper = KeeperClient(
             paths.keeper_socket,
             wanted_listeners(config),

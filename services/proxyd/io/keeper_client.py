@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -49,6 +50,13 @@ def wanted_listeners(config: NodeConfig) -> list[dict[str, Any]]:
         }
         for name, section in (("api", config.api), ("console", config.console))
     ]
+
+
+def log_to(descriptor: int) -> None:
+    """Make ``descriptor`` this process's standard output and error: a replaced worker logs where its successor does."""
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 class KeeperClient:
@@ -150,7 +158,7 @@ class KeeperClient:
                 "wanted": self._wanted,
                 "offers": [{"name": note.name, "host": note.host, "port": note.port} for note, _ in held],
             },
-            [listener.fileno() for _, listener in held],
+            [*(listener.fileno() for _, listener in held), sys.stdout.fileno()],
         )
 
     async def _listen(self, link: Link) -> None:
@@ -176,6 +184,8 @@ class KeeperClient:
                 self.let_go(str(message["name"]))
                 self._on_release(str(message["name"]))
             case "drain":
+                if message["log"]:
+                    log_to(link.take_descriptors(1)[0])
                 self._on_drain()
             case "stop":
                 self._on_stop()

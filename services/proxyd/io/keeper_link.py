@@ -2,10 +2,11 @@
 
 ====================  =====================================================================================
 worker → keeper       ``{"type": "hello", "pid", "started_seconds", "serving", "wanted", "offers": [{name, host,
-                      port}]}`` with the offered sockets in that order; later ``serving``, and ``wanted`` with
-                      {name, host, port, needs_key} when ``mesh.toml`` was read again
+                      port}]}`` with the offered sockets in that order and standard output; later
+                      ``serving``, and ``wanted`` with {name, host, port, needs_key} when ``mesh.toml`` was read
 keeper → worker       ``{"type": "listeners", "listeners": [{name, host, port, reason}], "others"}`` with the
-                      sockets of those whose port is not 0, in that order; ``release`` {name}; ``drain``; ``stop``
+                      sockets of those whose port is not 0, in that order; ``release`` {name}; ``drain`` {log}
+                      with the successor's standard output; ``stop``
 ====================  =====================================================================================
 """
 

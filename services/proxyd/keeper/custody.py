@@ -153,7 +153,10 @@ class TellRelease:
 
 @dataclass(frozen=True, slots=True)
 class TellDrain:
+    """Also tells where to log from now on: supervisord no longer reads what a replaced process writes."""
+
     worker: int
+    successor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,9 +367,9 @@ class Custody:
         effects.append(SendListeners(joined.worker))
         if joined.serving:
             effects += self._serving(joined.worker)
-        newest = max((state.started_seconds for state in self._workers.values() if state.serving), default=-math.inf)
-        if joined.started_seconds < newest:
-            effects += self._drain(joined.worker)
+        serving = [(state.started_seconds, worker) for worker, state in self._workers.items() if state.serving]
+        if serving and joined.started_seconds < max(serving)[0]:
+            effects.append(self._drain(joined.worker, max(serving)[1]))
         return effects
 
     def _is_wanted(self, wanted: WantedListener, offer: Offer) -> bool:
@@ -380,18 +383,14 @@ class Custody:
             return []
         server.serving = True
         return [
-            effect
-            for other, state in list(self._workers.items())
+            self._drain(other, worker)
+            for other, state in self._workers.items()
             if state.started_seconds < server.started_seconds
-            for effect in self._drain(other)
         ]
 
-    def _drain(self, worker: int) -> list[Effect]:
-        state = self._workers[worker]
-        if state.draining:
-            return []
-        state.draining = True
-        return [TellDrain(worker)]
+    def _drain(self, worker: int, successor: int) -> Effect:
+        self._workers[worker].draining = True
+        return TellDrain(worker, successor)
 
     def _tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []

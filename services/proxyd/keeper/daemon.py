@@ -79,6 +79,8 @@ class Keeper:
         self._sockets: dict[str, socket.socket] = {}
         self._links: dict[int, Link] = {}
         self._pids: dict[int, int] = {}
+        self._logs: dict[int, int] = {}
+        """Each worker's standard output."""
         self._offered: dict[str, int] = {}
         self._joined = 0
         self._stopping_until: float | None = None
@@ -157,10 +159,11 @@ class Keeper:
 
     def _hello(self, worker: int, link: Link, message: dict[str, Any]) -> None:
         offers = tuple(Offer(str(offer["name"]), str(offer["host"]), int(offer["port"])) for offer in message["offers"])
-        descriptors = link.take_descriptors(len(offers))
+        *descriptors, log_descriptor = link.take_descriptors(len(offers) + 1)
         self._do(custody.KeysSeen(exist=self._keys.ring(time.monotonic()).required))
         self._offered = {offer.name: number for offer, number in zip(offers, descriptors, strict=True)}
         self._pids[worker] = int(message["pid"])
+        self._logs[worker] = log_descriptor
         self._do(
             custody.WorkerJoined(
                 worker,
@@ -178,11 +181,15 @@ class Keeper:
         link = self._links.pop(worker, None)
         if link is None:
             return
+        self._forget(worker, link, why)
+        self._do(custody.WorkerLeft(worker))
+
+    def _forget(self, worker: int, link: Link, why: str) -> None:
         self._selector.unregister(link)
         link.close()
-        pid = self._pids.pop(worker, 0)
-        log.info("worker_left", pid=pid, reason=why)
-        self._do(custody.WorkerLeft(worker))
+        if worker in self._logs:
+            os.close(self._logs.pop(worker))
+        log.info("worker_left", pid=self._pids.pop(worker, 0), reason=why)
 
     def _terminated(self) -> None:
         try:
@@ -241,8 +248,9 @@ class Keeper:
                 )
             case custody.TellRelease(worker=worker, name=name):
                 return self._tell(worker, {"type": "release", "name": name})
-            case custody.TellDrain(worker=worker):
-                return self._tell(worker, {"type": "drain"})
+            case custody.TellDrain(worker=worker, successor=successor):
+                numbers = [self._logs[successor]] if successor in self._logs else []
+                return self._tell(worker, {"type": "drain", "log": bool(numbers)}, numbers)
             case custody.TellStop(worker=worker):
                 return self._tell(worker, {"type": "stop"})
             case custody.RememberPorts(ports=ports):
@@ -273,10 +281,8 @@ class Keeper:
         try:
             link.send(message, numbers)
         except LinkClosed as error:
-            self._selector.unregister(link)
-            link.close()
             del self._links[worker]
-            log.info("worker_left", pid=self._pids.pop(worker, 0), reason=str(error))
+            self._forget(worker, link, str(error))
             return custody.WorkerLeft(worker)
         return None
 
