@@ -78,8 +78,8 @@ def test_following_gives_whole_lines_and_survives_rotation(tmp_path: Path) -> No
     assert list(tail.new()) == ["two", "three"]
     path.rename(tmp_path / "a.log.1")
     assert list(tail.new()) == []
-    path.write_text("four\n")
-    assert list(tail.new()) == ["four"]
+    path.write_text("four, in a new file that is already longer than the old one\n")
+    assert list(tail.new()) == ["four, in a new file that is already longer than the old one"]
 
 
 def test_follow_prints_what_is_added_and_ends_quietly_with_its_reader(logs: Path, mesh_home: Path) -> None:

@@ -45,7 +45,12 @@ def test_with_only_the_guide_it_says_where_models_go() -> None:
 
 
 def test_never_more_than_a_handful() -> None:
-    assert len(build(gossipd="fatal", electiond="fatal", tunneld="fatal", launcherd="fatal").hints) <= HINT_LIMIT
+    said = snapshots()
+    assert said["launcherd"] is not None
+    said["launcherd"] += [slot(f"m{at}", "failed", "crashed", f"s{at}") for at in range(2, 9)]
+    hints = build_status(said, infos(), rows()).hints
+    assert len(hints) == HINT_LIMIT
+    assert hints[0] == "m2 failed: meshctl why m2"
 
 
 def test_version_skew_is_hinted() -> None:

@@ -207,10 +207,15 @@ def test_a_slot_here_is_newer_than_the_catalog_unless_another_node_hosts_the_mod
 def test_of_two_slots_of_a_model_the_useful_one_is_shown() -> None:
     said = snapshots()
     assert said["launcherd"] is not None
-    said["launcherd"] += [slot("phi", "stopping", "replaced", "old"), slot("phi", "loading", "since 1 s", "new")]
+    said["launcherd"] += [
+        slot("phi", "stopping", "replaced", "old", state_age_seconds=0.1),
+        slot("phi", "loading", "since 1 s", "new", state_age_seconds=1.0),
+        slot("guide", "unloaded", "asked to", "gone"),
+    ]
     phi = next(model for model in build_status(said, infos(), rows()).models if model.name == "phi")
     assert phi.here is not None
     assert (phi.here.state, phi.reason) == ("loading", "since 1 s")
+    assert next(model for model in build_status(said, infos(), rows()).models if model.name == "guide").here is None
 
 
 def test_process_rows_say_why_a_process_is_down() -> None:
