@@ -48,14 +48,18 @@ async def running(command: EngineCommand, tmp_path: Path) -> AsyncIterator[Engin
         await engine.stop(grace_seconds=0.5)
 
 
-async def stream(engine: EngineProcess) -> asyncio.StreamReader:
+@asynccontextmanager
+async def stream(engine: EngineProcess) -> AsyncIterator[asyncio.StreamReader]:
     """An endless generation that has begun to send."""
     body = json.dumps({"prompt": "able", "stream": True, "max_tokens": 1_000_000}).encode()
     reader, writer = await asyncio.open_connection(engine.address.host, engine.address.port)
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {engine.address.api_key}\r\n"
     writer.write(f"{head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
     await reader.readuntil(b"data: ")
-    return reader
+    try:
+        yield reader
+    finally:
+        writer.close()
 
 
 @pytest.mark.parametrize("model", ["tiny-llm", "tiny-parts", "tiny-embedding", "tiny-reranking"])
@@ -120,11 +124,11 @@ def test_it_stops_at_once_in_the_middle_of_a_generation(
     async def go() -> None:
         async with running(make_command(script=script), tmp_path) as engine:
             await engine.wait_ready(20)
-            reader = await stream(engine)
-            started = asyncio.get_running_loop().time()
-            assert await engine.stop(grace_seconds=2) == ExitStatus(0)
-            assert asyncio.get_running_loop().time() - started < 2
-            await reader.read()
+            async with stream(engine) as reader:
+                started = asyncio.get_running_loop().time()
+                assert await engine.stop(grace_seconds=2) == ExitStatus(0)
+                assert asyncio.get_running_loop().time() - started < 2
+                await reader.read()
 
     run(go())
 
