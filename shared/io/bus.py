@@ -46,10 +46,16 @@ from shared.paths import NodePaths
 from shared.version import VERSION
 
 HEARTBEAT_SECONDS = 1.0
+FIRST_HEARTBEAT_SECONDS = 0.05
+"""Doubles up to the above: after a restart, mirrors reconnect within 0.2 s and should not wait a second to notice."""
 RESEND_SECONDS = 1.0
 """A request to a daemon that was just restarted is lost with its socket; one more send finds the new one."""
 REPLY_MEMORY = 2048
+"""Replies kept for repeated requests; a caller repeats within seconds."""
+REPLY_MEMORY_BYTES = 16 * 1024 * 1024
 MAX_DEADLINE_SECONDS = 24 * 3600.0
+REFUSED_SECONDS = 1.0
+"""Between two attempts when a daemon refuses its snapshot."""
 QUEUE_MESSAGES = 10_000
 """High-water mark of each socket; PUB drops beyond it and mirrors resynchronise."""
 
@@ -80,6 +86,7 @@ class BusServer:
         self._seq = 0
         self._started = time.monotonic()
         self._replies: OrderedDict[tuple[bytes, str], bytes | None] = OrderedDict()
+        self._reply_bytes = 0
         self._refusal = log.LogOnce()
         self._publisher: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUB)
         self._publisher.setsockopt(zmq.SNDHWM, QUEUE_MESSAGES)
@@ -88,6 +95,7 @@ class BusServer:
         self._router = _async_context().socket(zmq.ROUTER)
         self._router.setsockopt(zmq.LINGER, 200)
         self._router.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.MAXMSGSIZE, codec.MAX_MESSAGE_BYTES)
         self._router.bind(paths.requests(name))
 
@@ -96,22 +104,35 @@ class BusServer:
         self._tasks.start(self._heartbeat(), f"{self.name} heartbeat")
 
     def publish(self, message: codec.Message) -> None:
-        """Send to every subscriber now. Never blocks: what a slow subscriber can't take, it resynchronises."""
-        self._seq += 1
+        """Send to every subscriber now. Never blocks: what a slow subscriber can't take, it resynchronises.
+
+        A message that cannot be sent at all is logged and counted, and goes into no snapshot either.
+        """
         tag, fields = codec.to_fields(message)
-        frames = [tag.encode(), codec.pack([self.boot_id, self._seq, tag, fields])]
         try:
-            self._publisher.send_multipart(frames, zmq.NOBLOCK)
+            payload = codec.pack([self.boot_id, self._seq + 1, tag, fields])
+        except SchemaError as error:
+            self._unsendable(tag, error)
+            return
+        self._seq += 1
+        try:
+            self._publisher.send_multipart([tag.encode(), payload], zmq.NOBLOCK)
         except zmq.Again:
             self.count("publications_dropped")
+
+    def _unsendable(self, tag: str, error: SchemaError) -> None:
+        self.count("unsendable")
+        self._refusal(f"{tag} {error.detail}", "not_published", message=tag, reason=error.detail)
 
     def count(self, what: str, by: int = 1) -> None:
         self.counters[what] = self.counters.get(what, 0) + by
 
     async def _heartbeat(self) -> None:
+        pause = FIRST_HEARTBEAT_SECONDS
         while True:
             before = self._seq
-            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, HEARTBEAT_SECONDS)
             if self._seq == before:
                 frames = [b"Heartbeat", codec.pack([self.boot_id, self._seq, *codec.to_fields(Heartbeat())])]
                 self._publisher.send_multipart(frames)
@@ -178,8 +199,7 @@ class BusServer:
     def _own(self, request: codec.Message) -> codec.Message | None:
         match request:
             case GetSnapshot():
-                items = tuple(codec.encode(message) for message in self._facts.snapshot())
-                return Snapshot(boot_id=self.boot_id, seq=self._seq, items=items)
+                return Snapshot(boot_id=self.boot_id, seq=self._seq, items=tuple(self._snapshot_items()))
             case GetDaemonInfo():
                 return DaemonInfo(
                     name=self.name,
@@ -194,21 +214,31 @@ class BusServer:
                 return Story(entries=self._facts.story(max(1, min(limit, 500))))
         return None
 
+    def _snapshot_items(self) -> Iterable[bytes]:
+        for message in self._facts.snapshot():
+            try:
+                yield codec.encode(message)
+            except SchemaError as error:
+                self._unsendable(type(message).__name__, error)
+
     def _remember(self, key: tuple[bytes, str], reply: bytes | None) -> None:
+        self._reply_bytes += len(reply or b"") - len(self._replies.get(key) or b"")
         self._replies[key] = reply
         self._replies.move_to_end(key)
-        while len(self._replies) > REPLY_MEMORY:
+        while len(self._replies) > REPLY_MEMORY or self._reply_bytes > REPLY_MEMORY_BYTES:
             oldest = next(iter(self._replies))
+            if oldest == key:
+                break
             if self._replies[oldest] is None and len(self._replies) < 8 * REPLY_MEMORY:
                 self._replies.move_to_end(oldest)
                 break
-            del self._replies[oldest]
+            self._reply_bytes -= len(self._replies.pop(oldest) or b"")
 
     async def _send(self, identity: bytes, payload: bytes) -> None:
         try:
-            await self._router.send_multipart([identity, b"", payload])
+            await self._router.send_multipart([identity, b"", payload], flags=zmq.NOBLOCK)
         except zmq.ZMQError:
-            # The client is gone; whoever asks again gets the remembered reply.
+            # The client is gone or reads nothing; whoever asks again gets the remembered reply.
             self.count("replies_undeliverable")
 
     def close(self) -> None:
@@ -361,10 +391,18 @@ class Mirror:
             self._stale.clear()
             try:
                 snapshot = await self._client.request(GetSnapshot(), deadline_seconds=2.0, resend_seconds=0.5)
-            except (DaemonUnreachable, RequestRefused):
+            except DaemonUnreachable:
+                self._stale.set()
+                continue
+            except RequestRefused as error:
+                log.warning("snapshot_refused", daemon=self.daemon, code=error.code, reason=error.detail)
+                await asyncio.sleep(REFUSED_SECONDS)
                 self._stale.set()
                 continue
             if not isinstance(snapshot, Snapshot):
+                continue
+            if snapshot.boot_id == self.boot_id and snapshot.seq < self._seq:
+                # Overtaken by publications on the other socket: the copy is complete and newer.
                 continue
             messages = []
             for item in snapshot.items:
