@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,8 @@ from services.launcherd.engine_server.arguments import (
     known_flags,
     parse_arguments,
 )
+
+LOG_FLUSH_SECONDS = 0.2
 
 
 def main() -> int:
@@ -52,6 +55,8 @@ def _serve(binding: Any, arguments: ServerArguments) -> int:
         params = _params(binding, dict(arguments.settings))
         server = binding.Server(params)
     except (RuntimeError, OSError, UsageError) as error:
+        # llama.cpp writes its log from a thread of its own and says there why it failed.
+        time.sleep(LOG_FLUSH_SECONDS)
         print(f"error: {error}", file=sys.stderr)
         return 1
     return _wait_for_signal(f"engine ready: {server.listening_address}")
