@@ -57,6 +57,9 @@ class DaemonStatus:
     """``running`` when the process runs and answers, ``silent`` when it runs and does not, else supervisord's word
     (``unknown`` without supervisord)."""
     pid: int
+    """The process that supervisord started; ``kill`` it and supervisord starts another."""
+    serving_pid: int
+    """The process that answers: proxyd's worker, else the same."""
     uptime_seconds: float | None
     restarts: int | None
     detail: str
@@ -302,7 +305,8 @@ def _daemon(
     return DaemonStatus(
         name=name,
         state=state,
-        pid=info.pid if info else row.pid if row else 0,
+        pid=row.pid if row and row.pid else info.pid if info else 0,
+        serving_pid=info.pid if info else 0,
         uptime_seconds=uptime,
         restarts=row.restarts if row else None,
         detail=detail,

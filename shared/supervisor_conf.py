@@ -125,6 +125,7 @@ environment={pairs}
 [eventlistener:keeper]
 command="{layout.bin_folder}/keeper"
 events=SUPERVISOR_STATE_CHANGE,PROCESS_STATE
+buffer_size=200
 priority=-1
 autorestart=true
 startsecs=1
