@@ -65,6 +65,8 @@ REPORT_GAP_SECONDS = 0.05
 """Least time between reports of idle<->busy changes: a burst of short requests becomes 20 reports a second."""
 TOTALS_KEPT = 256
 RETRY_AFTER_SECONDS = 1.0
+_NO_ANSWER = ("daemon_unreachable", "deadline")
+"""The asking timed out, which says nothing about the model: ask again. How long to wait is the request's affair."""
 
 
 @dataclass(slots=True)
@@ -97,6 +99,8 @@ class CreditBook:
         self._report_due: float | None = None
         self._heard = -math.inf
         """When launcherd last said something that confirms the credits."""
+        self._unanswered_since: float | None = None
+        """When the first report was sent that launcherd has said nothing since."""
         self._confirm_from = 0
         """Number of the report whose confirmation ends a suspension."""
         self._idle_check = math.inf
@@ -190,6 +194,10 @@ class CreditBook:
         queue = self._queues.get(self._tickets.get(ticket, ModelName("")), OrderedDict())
         return next((place for place, other in enumerate(queue) if other == ticket), 0)
 
+    def silent_seconds(self, now: float) -> float:
+        """How long launcherd has not answered while it should have; 0 while it does."""
+        return 0.0 if self._unanswered_since is None else max(0.0, now - self._unanswered_since)
+
     def in_use(self) -> int:
         return sum(held.in_use for held in self._held.values())
 
@@ -278,6 +286,7 @@ class CreditBook:
     # -- what launcherd says ------------------------------------------------------------------------------
 
     def _granted(self, grant: LeaseGranted, effects: list[Effect], now: float) -> None:
+        self._unanswered_since = None
         if not self._held or now <= self._good_until():
             # While suspended a grant says nothing about the other credits.
             self._heard = now
@@ -302,7 +311,7 @@ class CreditBook:
         if acquire is None or acquire.withdrawn:
             return
         queue = self._queues.get(acquire.model)
-        if queue:
+        if queue and refusal.code not in _NO_ANSWER:
             # A full queue turns away whoever came last; any other reason concerns the head first.
             ticket = next(reversed(queue)) if refusal.code == "overloaded" else next(iter(queue))
             self._forget(ticket)
@@ -310,6 +319,7 @@ class CreditBook:
         self._balance(acquire.model, effects, now)
 
     def _confirmed(self, confirmed: ReportConfirmed, effects: list[Effect], now: float) -> None:
+        self._unanswered_since = None
         if confirmed.number >= self._confirm_from:
             self._heard = now
         models: set[ModelName] = set()
@@ -397,6 +407,8 @@ class CreditBook:
             )
             for held in self._held.values()
         )
+        if self._unanswered_since is None:
+            self._unanswered_since = now
         self._report_sent = now
         self._report_due = now + REPORT_SECONDS if self._busy_with_launcherd() else None
         effects.append(SendReport(self._reports, uses))

@@ -176,6 +176,22 @@ def test_a_refusal_reaches_the_request_it_concerns() -> None:
     assert book.waiting(M) == 1
 
 
+def test_an_acquire_that_times_out_is_repeated_and_refuses_nobody() -> None:
+    book = Book()
+    [acquire] = of(book.want(1), SendAcquire)
+    effects = book.do(AcquireRefused(acquire.acquire_id, "daemon_unreachable", "no answer"))
+    assert [type(effect) for effect in effects] == [SendAcquire]
+
+
+def test_silence_of_launcherd_is_noticed() -> None:
+    book = Book()
+    book.granted()
+    book.tick_to(book.now + 5.0)
+    assert book.silent_seconds(book.now) < 1.1
+    book.tick_to(book.now + 5.0, confirm=False)
+    assert book.silent_seconds(book.now) > 4.0
+
+
 def test_a_recall_returns_unused_credits_at_once_and_used_ones_as_they_free() -> None:
     """"unused ones are recalled within 20 ms when another holder waits"."""
     book = Book()
@@ -412,7 +428,7 @@ class Played(RuleBasedStateMachine):
         self.step(AcquireGranted(acquire_id, grant(credits, self.parallel)))
 
     @precondition(lambda self: self.asked)
-    @rule(data=st.data(), code=st.sampled_from(["overloaded", "load_failed", "withdrawn"]))
+    @rule(data=st.data(), code=st.sampled_from(["overloaded", "load_failed", "withdrawn", "daemon_unreachable"]))
     def refused(self, data: st.DataObject, code: str) -> None:
         acquire_id = data.draw(st.sampled_from(sorted(self.asked)))
         del self.asked[acquire_id]
@@ -420,7 +436,7 @@ class Played(RuleBasedStateMachine):
 
     @rule(change=st.integers(-1, 1))
     def other_holder(self, change: int) -> None:
-        if 0 <= self.other + change and self.ledger + self.other + change <= self.parallel:
+        if self.other + change >= 0 and self.ledger + self.other + change <= self.parallel:
             self.other += change
 
     @rule(active=st.booleans())

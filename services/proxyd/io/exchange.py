@@ -48,6 +48,9 @@ from shared.config import ApiSection
 from shared.ids import ModelName
 
 ATTEMPTS = 3
+RETRY_SECONDS = (0.1, 0.5)
+"""Between attempts on one node: launcherd sees an engine's exit within milliseconds, and then the lease waits for the
+engine that comes next."""
 WATCH_AFTER_SECONDS = 0.05
 STALL_SECONDS = 2.0
 """Silence after which launcherd is asked to probe the engine. Not an error by itself: prefill may take longer."""
@@ -259,6 +262,9 @@ class Exchange:
             finally:
                 self._lease = None
                 plane.leases.release(lease)
+            if record.attempts < ATTEMPTS:
+                self.watch()
+                await asyncio.sleep(RETRY_SECONDS[record.attempts - 1])
             wanted = plane.view.resolve(name, self._route.type)
         raise Failure(
             503,

@@ -56,6 +56,7 @@ from shared.messages.models import SlotChanged
 REPORT_DEADLINE_SECONDS = 2.0
 RETURN_DEADLINE_SECONDS = 60.0
 """A return must arrive: launcherd would count the credits as ours as long as we live."""
+ACQUIRE_SLACK_SECONDS = 10.0
 SUSPICION_GAP_SECONDS = 2.0
 """Least time between probes asked for one slot."""
 _QUIET = (Tick, ReportConfirmed, Wanted, Unwanted)
@@ -182,6 +183,10 @@ class LeaseClient:
     def waiting(self, model: ModelName) -> int:
         return self._book.waiting(model)
 
+    def silent_seconds(self) -> float:
+        """How long launcherd has not answered; 0 while it does or has no reason to."""
+        return self._book.silent_seconds(self._loop.time())
+
     def held(self) -> list[Held]:
         return self._book.held()
 
@@ -270,7 +275,8 @@ class LeaseClient:
     async def _acquire(self, effect: SendAcquire) -> None:
         request = AcquireLease(holder=self.holder, request_id=effect.acquire_id, model=effect.model)
         try:
-            reply = await self._client.request(request, deadline_seconds=self._wait_seconds)
+            # Longer than any request waits: whoever gives up first is the request, which withdraws.
+            reply = await self._client.request(request, deadline_seconds=self._wait_seconds + ACQUIRE_SLACK_SECONDS)
         except RequestRefused as error:
             self._step(AcquireRefused(effect.acquire_id, error.code, error.detail, error.retry_after_seconds))
             return

@@ -91,11 +91,17 @@ class UpstreamResponse:
 
     async def more(self) -> None:
         """Wait until there is something to take or the answer is complete. Raises: CutOff."""
-        if self._buffer or self.complete:
-            return
-        if self._failure is not None:
-            raise self._failure
-        await self._wait()
+        while not self._buffer and not self.complete:
+            if self._failure is not None:
+                raise self._failure
+            await self._wait()
+
+    async def head(self) -> None:
+        """Wait for status and headers. Raises: NotReached."""
+        while not self.head_complete:
+            if self._failure is not None:
+                raise self._failure
+            await self._wait()
 
     async def _wait(self) -> None:
         self._waiter = asyncio.get_running_loop().create_future()
@@ -118,11 +124,10 @@ class UpstreamResponse:
             waiter.set_result(None)
 
     def fail(self, failure: UpstreamFailed) -> None:
+        """What has arrived can still be taken; then ``more`` raises."""
         self._connection = None
         self._failure = failure
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_exception(failure)
+        self.wake()
 
 
 class _Connection(asyncio.Protocol):
@@ -290,10 +295,7 @@ class UpstreamPool:
     async def _exchange(self, connection: _Connection, head: bytes, body: bytes) -> UpstreamResponse:
         response = connection.send(head, body)
         try:
-            while not response.head_complete:
-                if response._failure is not None:
-                    raise response._failure
-                await response._wait()
+            await response.head()
         except BaseException:
             response.close()
             raise

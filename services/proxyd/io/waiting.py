@@ -30,6 +30,8 @@ COMMENT_POLL_SECONDS = 1.0
 COMMENT_SECONDS = 15.0
 """A comment at least so often keeps proxies and clients from giving up on a silent stream."""
 RETRY_AFTER_SECONDS = 30.0
+SILENT_LAUNCHERD_SECONDS = 4.0
+"""A restart takes less."""
 
 Say = Callable[[str], Awaitable[None]]
 
@@ -114,6 +116,9 @@ class LeaseWait:
         model = self._record.model
         if model is None:
             return "no model is ready yet"
+        silent = self._leases.silent_seconds()
+        if silent > SILENT_LAUNCHERD_SECONDS:
+            return f"launcherd, which runs the engines, has not answered for {silent:.0f} s; see 'meshctl ps'"
         reason = self._view.waiting_reason(model)
         waiting = self._leases.waiting(model)
         return f"{reason}; {waiting} requests wait" if waiting > 1 else reason
