@@ -63,7 +63,7 @@ from shared.io.bus import BusServer, Mirror
 from shared.io.drive import Drive, Tasks, Tick
 from shared.io.fresh_ids import new_boot_id
 from shared.io.lifecycle import StopSignal, environment
-from shared.messages.common import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
+from shared.messages.common import ConfigReloaded, Done, ExplainSubject, Explanation, Refused, ReloadConfig, StoryEntry
 from shared.messages.leases import (
     AcquireLease,
     EngineSuspected,
@@ -191,7 +191,8 @@ class Launcher:
         match request:
             case AcquireLease(model=model, holder=holder):
                 await self._look_for(model)
-                return await self._ask(lambda token: AcquireAsked(token=token, request=request), holder)
+                reply = await self._ask(lambda token: AcquireAsked(token=token, request=request), holder)
+                return self._checked(reply)
             case ReportCredits():
                 return await self._ask(lambda token: CreditsReported(token=token, request=request))
             case ReturnCredits():
@@ -202,7 +203,7 @@ class Launcher:
                 return await self._ask(lambda token: SuspicionRaised(token=token, request=request))
             case LoadModel(model=model):
                 await self._look_for(model)
-                return await self._ask(lambda token: LoadAsked(token=token, request=request))
+                return self._checked(await self._ask(lambda token: LoadAsked(token=token, request=request)))
             case UnloadModel():
                 return await self._ask(lambda token: UnloadAsked(token=token, request=request))
             case RescanModels():
@@ -242,6 +243,12 @@ class Launcher:
         if now - self._rescanned_at >= RESCAN_SECONDS or not self.table.book.models:
             self._rescanned_at = now
             await self.library.scan()
+
+    def _checked(self, reply: codec.Message) -> codec.Message:
+        """Look at the folders again after a file turned out to be gone."""
+        if isinstance(reply, Refused) and reply.code == "model_file_missing":
+            self.tasks.start(self.library.scan(), "scan after a missing file")
+        return reply
 
     async def _engine_log(self, asked: str, lines: int) -> EngineLog:
         book = self.table.book

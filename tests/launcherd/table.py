@@ -129,9 +129,7 @@ class World:
         self._ports = 20_000
         self.acquired: dict[int, tuple[str, RequestId, str]] = {}
         self.do(
-            DeviceMeasured(
-                device="cpu", total_bytes=capacity_bytes + GIB, reserve_bytes=GIB, engine="embedded test", engine_reason=""
-            )
+            DeviceMeasured(device="cpu", total_bytes=capacity_bytes + GIB, reserve_bytes=GIB, engine="embedded test")
         )
         self.do(InventoryScanned(models=models))
 
@@ -296,9 +294,8 @@ class World:
 
     def endpoint(self) -> EngineEndpoint:
         self._ports += 1
-        return EngineEndpoint(
-            pid=self._ports, port=self._ports, base_url=f"http://127.0.0.1:{self._ports}", api_key="key", log_path="/log"
-        )
+        port = self._ports
+        return EngineEndpoint(pid=port, port=port, base_url=f"http://127.0.0.1:{port}", api_key="key", log_path="/log")
 
     def ready(self, name: str | None = None) -> SlotId:
         """The loading engine is ready."""

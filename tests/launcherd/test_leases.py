@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.launcherd.slot_events import CreditsReturned, EngineAdopted, Memory, SlotMemory
 from services.launcherd.slots import SlotTable
 from shared.config import NodeConfig
-from shared.ids import HolderId, RequestId
+from shared.ids import HolderId, ModelName, RequestId
 from shared.messages.common import Refused
 from shared.messages.leases import CreditsConfirmed, LeaseGranted, ReturnCredits
 from tests.launcherd.table import World, config
@@ -353,14 +353,14 @@ def test_request_totals_survive_without_counting_twice() -> None:
     again = World(world.config, memory=world.memory, prefix="t")
     again.running[slot_id] = "a"
     kept = SlotMemory(
-        model=again.table.book.models["a"].name,
+        model=again.table.book.models[ModelName("a")].name,
         options=world.memory.slots[slot_id].options,
         origin="request",
         requests_total=90,
     )
     again.do(
         EngineAdopted(
-            slot_id=slot_id, model=again.table.book.models["a"], memory=kept, endpoint=again.endpoint()
+            slot_id=slot_id, model=again.table.book.models[ModelName("a")], memory=kept, endpoint=again.endpoint()
         )
     )
     again.report("h1", a=(4, 1, 104))

@@ -90,7 +90,7 @@ def test_a_queued_load_whose_assignment_vanished_is_dropped() -> None:
 
 
 def test_a_model_is_safe_from_placement_for_a_minute() -> None:
-    """A model is safe from mesh placement for 60 s after it became ready, so alternating requests can't thrash a mesh."""
+    """A model is safe from mesh placement for 60 s after it became ready, so alternating requests can't thrash."""
     world = World()
     world.bring_up("a")
     world.assign(("b", "request"))

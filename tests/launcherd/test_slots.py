@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shared.ids import ModelName
 from shared.messages.common import Done, Refused
 from shared.messages.models import InventoryChanged, ModelLoaded
 from tests.launcherd.table import GIB, World, config, model
@@ -22,7 +23,7 @@ def test_load_answers_when_the_model_is_ready() -> None:
     assert world.state("a") == "loading"
     assert world.reply(token) is None
     slot_id = world.ready("a")
-    assert world.reply(token) == ModelLoaded(model="a", slot_id=slot_id, load_seconds=1.5, already=False)
+    assert world.reply(token) == ModelLoaded(model=ModelName("a"), slot_id=slot_id, load_seconds=1.5, already=False)
     assert world.slot("a").pid
     assert world.slot("a").reason == "loaded in 1.5 s"
 
@@ -41,7 +42,7 @@ def test_equal_resolved_options_keep_the_engine() -> None:
     pid = world.slot("a").pid
     default_context_tokens = world.slot("a").context_tokens
     for token in (world.load("a"), world.load("a", context_tokens=default_context_tokens)):
-        assert world.reply(token) == ModelLoaded(model="a", slot_id=slot_id, load_seconds=1.5, already=True)
+        assert world.reply(token) == ModelLoaded(model=ModelName("a"), slot_id=slot_id, load_seconds=1.5, already=True)
     assert world.slot("a").pid == pid
 
 
@@ -57,7 +58,7 @@ def test_other_options_reload_after_the_requests_in_flight() -> None:
     assert world.stopped("a") == old
     new = world.ready("a")
     assert new != old
-    assert world.reply(token) == ModelLoaded(model="a", slot_id=new, load_seconds=1.5, already=False)
+    assert world.reply(token) == ModelLoaded(model=ModelName("a"), slot_id=new, load_seconds=1.5, already=False)
     assert world.slot("a").context_tokens == 512
 
 

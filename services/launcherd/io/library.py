@@ -43,7 +43,8 @@ class Library:
 
     def configure(self, config: NodeConfig) -> None:
         """Which folders to look at, from the next scan on. The guide's comes last: a model of the owner wins."""
-        folders = (*config.model_folders(), self._paths.downloads, self._paths.guide_folder)
+        own = (folder for folder in (self._paths.downloads, self._paths.guide_folder) if folder.is_dir())
+        folders = (*config.model_folders(), *own)
         if folders != self._folders:
             self._folders = folders
             self._files = ModelFolders(folders, self._paths.state / "models.json")
