@@ -40,11 +40,12 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
-    """Every living process whose environment names ``home`` as its ``MESH_HOME``."""
+    """Every living process of the node: its environment names ``home`` as ``MESH_HOME``, or its command line does."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            if process.environ().get("MESH_HOME") == str(home) and process.status() != psutil.STATUS_ZOMBIE:
+            named = process.environ().get("MESH_HOME") == str(home) or f"{home}/" in " ".join(process.cmdline())
+            if named and process.status() != psutil.STATUS_ZOMBIE and process.pid != os.getpid():
                 found.append(process)
     return found
 
@@ -66,6 +67,7 @@ class Node:
     home: Path
     root: Path = ROOT
     environment: dict[str, str] = field(default_factory=dict)
+    _api: str = ""
 
     def env(self) -> dict[str, str]:
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
@@ -93,9 +95,13 @@ class Node:
 
     @property
     def api(self) -> str:
-        if not hasattr(self, "_api"):
-            self._api = str(self.status()["addresses"]["api"])
+        if not self._api:
+            self._api = wait_for(lambda: self.status()["addresses"]["api"], 20, "the address of the inference port")
         return self._api
+
+    def forget_address(self) -> None:
+        """After a new start with port 0 the inference port may be another one."""
+        self._api = ""
 
     def pid(self, daemon: str) -> int:
         """The pid that supervisord knows, 0 while it is not running."""
