@@ -13,7 +13,7 @@ KEPT_BYTES = 16 * 1024
 """llama.cpp's last event with usage and timings is under 2 KB."""
 
 _FIELD = re.compile(
-    rb'"((?:prompt|completion|input|output)_tokens|(?:prompt|cache|predicted)_n|predicted_per_second)"'
+    rb'"((?:prompt|completion|input|output|cache_read_input|cache_creation_input)_tokens|(?:prompt|cache|predicted)_n|predicted_per_second)"'
     rb"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 )
 
@@ -38,17 +38,25 @@ def read_usage(first: bytes, last: bytes) -> Usage:
     if usage_at < 0 and timings_at < 0:
         return NOTHING
     found = _fields(last, min(at for at in (usage_at, timings_at) if at >= 0))
-    prompt = found.get(b"prompt_tokens", found.get(b"input_tokens"))
+    prompt = found.get(b"prompt_tokens", _input_tokens(found))
     if prompt is None and b"prompt_n" in found:
         prompt = found[b"prompt_n"] + found.get(b"cache_n", 0.0)
     if prompt is None and first is not last:
-        prompt = _fields(first, max(0, first.find(b'"usage"'))).get(b"input_tokens")
+        prompt = _input_tokens(_fields(first, max(0, first.find(b'"usage"'))))
     completion = found.get(b"completion_tokens", found.get(b"output_tokens", found.get(b"predicted_n")))
     return Usage(
         prompt_tokens=None if prompt is None else int(prompt),
         completion_tokens=None if completion is None else int(completion),
         tokens_per_second=found.get(b"predicted_per_second") or None,
     )
+
+
+def _input_tokens(found: dict[bytes, float]) -> float | None:
+    """Anthropic counts what came from the cache apart; here a prompt's tokens are all of them."""
+    fresh = found.get(b"input_tokens")
+    if fresh is None:
+        return None
+    return fresh + found.get(b"cache_read_input_tokens", 0.0) + found.get(b"cache_creation_input_tokens", 0.0)
 
 
 def _fields(text: bytes, start: int) -> dict[bytes, float]:
