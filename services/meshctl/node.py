@@ -322,7 +322,8 @@ def wait_until(condition: Callable[[], T | None], seconds: float, *, every_secon
 def checked_home(paths: NodePaths) -> None:
     """Create the state folders. Raises: StateError."""
     paths.prepare()
-    try:
-        paths.logs.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise StateError(f"cannot create {paths.logs}: {error.strerror or error}; fix its permissions") from error
+    for folder in (paths.logs, paths.downloads):
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise StateError(f"cannot create {folder}: {error.strerror or error}; fix its permissions") from error

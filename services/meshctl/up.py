@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -32,6 +33,7 @@ READY_SECONDS = 60.0
 ORPHAN_SECONDS = 15.0
 """Daemons notice that their supervisord was killed, and finish what they were doing."""
 FAILED_STARTS = 3
+DEFAULT_MODELS_FOLDER = Path("~/.models")
 LOW_DISK_BYTES = 200 * 1024**2
 """Logs may grow to 20 MB per daemon."""
 
@@ -148,6 +150,10 @@ def prepare(node: Node, changes: Changes) -> None:
     node.__dict__.pop("config", None)
     config = node.config
     for path in config.model_folders():
+        if path == DEFAULT_MODELS_FOLDER.expanduser():
+            # The one folder that every text tells people to put models into.
+            with contextlib.suppress(OSError):
+                path.mkdir(exist_ok=True)
         if path.exists() and not os.access(path, os.R_OK | os.X_OK):
             progress(f"Warning: cannot read the models folder {path}; fix its permissions")
     _await_orphans(node)
