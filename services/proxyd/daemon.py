@@ -157,8 +157,10 @@ class Worker:
     # -- what the bus server tells ------------------------------------------------------------------------
 
     def state_line(self) -> str:
-        listening = ", ".join(f"{note.name} on {note.port}" for note in self._notes if note.port) or "not listening"
-        return f"{listening}; {self._requests.active_count} requests in flight, {self._requests.requests_total} so far"
+        words = [f"{note.name} on {note.port}" for note in self._notes if note.port] or ["not listening"]
+        words += self._reasons()
+        words.append(f"{self._requests.active_count} requests in flight, {self._requests.requests_total} so far")
+        return "; ".join(words)
 
     def snapshot(self) -> Iterable[codec.Message]:
         return (self._status(),)
@@ -286,17 +288,21 @@ class Worker:
 
     def _status(self) -> ProxyChanged:
         ports = {note.name: note for note in self._notes}
-        reasons = [note.reason for note in self._notes if note.reason]
-        if not reasons and (not self._notes or any(note.pending for note in self._notes)):
-            reasons = ["waiting for the keeper to hand over the listening sockets; see 'meshctl logs keeper'"]
         return ProxyChanged(
             api_url=_url(ports.get("api")),
             console_url=_url(ports.get("console")),
             worker_pid=os.getpid(),
             requests_total=self._requests.requests_total,
             requests_active=self._requests.active_count,
-            reason="; ".join(reasons),
+            reason="; ".join(self._reasons()),
         )
+
+    def _reasons(self) -> list[str]:
+        """Why a port is not served."""
+        reasons = [note.reason for note in self._notes if note.reason]
+        if not reasons and (not self._notes or any(note.pending for note in self._notes)):
+            return ["waiting for the keeper to hand over the listening sockets; see 'meshctl logs keeper'"]
+        return reasons
 
     def _publish(self) -> None:
         status = self._status()

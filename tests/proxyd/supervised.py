@@ -328,5 +328,3 @@ class ConnectLoop(threading.Thread):
     @property
     def refused(self) -> list[str]:
         return [failure for failure in self.failures if "Refused" in failure]
-
-

@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from shared.codec import Message
+from shared.io.bus import BusClient
 from shared.io.keys_file import create_key, revoke_key
+from shared.messages.common import ConfigReloaded, ReloadConfig
 from tests.proxyd.supervised import Supervised, supervised
-from tests.waiting import wait_until
+from tests.waiting import run_async, wait_until
 
 
 def free_port() -> int:
@@ -24,6 +27,14 @@ def status_text(node: Supervised) -> str:
         return node.get("/api/mesh/status", port="console")[1].decode()
     except (OSError, KeyError):
         return ""
+
+
+async def ask_proxyd(node: Supervised, request: Message) -> Message:
+    client = BusClient("proxyd", node.paths)
+    try:
+        return await client.request(request)
+    finally:
+        client.close()
 
 
 def test_a_public_bind_without_keys_is_refused_and_opens_with_the_first_key(mesh_home: Path) -> None:
@@ -84,18 +95,16 @@ def test_a_remembered_port_that_is_taken_is_given_up_for_another(mesh_home: Path
             wait_until(node.is_live, 10, "it answers")
 
 
-def test_a_reload_moves_the_port_and_restarting_nothing(mesh_home: Path) -> None:
+def test_a_reload_moves_the_port_and_restarts_nothing(mesh_home: Path) -> None:
     first, second = free_port(), free_port()
     with supervised(mesh_home, config=f"[api]\nport = {first}\n", MESH_API_PORT="") as node:
         node.wait_live()
         assert node.ports()["api"] == first
         worker = node.workers()
         (mesh_home / "mesh.toml").write_text(f"[api]\nport = {second}\n")
-        token = node.paths.console_token_file.read_text().strip()
-        wait_until(lambda: node.get("/live", port="console")[0] == 200, 10, "the management API")
-        status, _, body = node.request("POST", "/api/mesh/config/reload", {}, {"X-Mesh-Token": token}, port="console")
-        assert status == 200
-        assert json.loads(body)["daemons"]["proxyd"]["changed"] == ["api.port"]
+        reply = run_async(ask_proxyd(node, ReloadConfig()))
+        assert isinstance(reply, ConfigReloaded)
+        assert (reply.changed, reply.needs_restart) == (("api.port",), ())
         wait_until(lambda: node.ports()["api"] == second, 10, "the new port")
         wait_until(node.is_live, 10, "it answers")
         with pytest.raises(ConnectionRefusedError):

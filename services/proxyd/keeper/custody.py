@@ -291,7 +291,6 @@ class Custody:
         if state.port:
             effects.append(DropSocket(new.name))
             effects += [TellRelease(worker, new.name) for worker in self._workers]
-            state.remembered_port = state.port
         state.port, state.reason, state.attempts, state.attempt_at = 0, "", 0, math.inf
         return effects
 
@@ -349,11 +348,13 @@ class Custody:
 
     def _bound(self, state: ListenerState, port: int) -> list[Effect]:
         state.port, state.reason, state.attempt_at, state.attempts = port, "", math.inf, 0
-        ports = tuple((name, other.port) for name, other in self.listeners.items() if other.port)
+        state.remembered_port = port
+        # Also those that are not bound just now: a keeper that dies half way must not lose the other port.
+        known = {**self.remembered_ports, **{name: other.remembered_port for name, other in self.listeners.items()}}
         return [
-            RememberPorts(ports),
-            Report(state.wanted.name, state.wanted.host, port, ""),
             *self._tell_everybody(),
+            Report(state.wanted.name, state.wanted.host, port, ""),
+            RememberPorts(tuple((name, port) for name, port in known.items() if port)),
         ]
 
     def _tell_everybody(self) -> list[Effect]:
