@@ -53,6 +53,15 @@ class DaemonUnreachable(MeshError):
     code = "daemon_unreachable"
 
 
+class StillStarting(MeshError):
+    """A daemon that was just started does not know enough yet to say anything: ask again in a moment.
+
+    Refusing its snapshot so, it leaves in place what its earlier life had said.
+    """
+
+    code = "starting"
+
+
 class RequestRefused(MeshError):
     """A daemon answered a request with ``Refused``."""
 

@@ -26,7 +26,7 @@ import zmq
 import zmq.asyncio
 
 from shared import codec
-from shared.errors import DaemonUnreachable, MeshError, RequestRefused, SchemaError, UnknownTag
+from shared.errors import DaemonUnreachable, MeshError, RequestRefused, SchemaError, StillStarting, UnknownTag
 from shared.ids import BootId
 from shared.io import log
 from shared.io.drive import Tasks
@@ -56,6 +56,8 @@ REPLY_MEMORY_BYTES = 16 * 1024 * 1024
 MAX_DEADLINE_SECONDS = 24 * 3600.0
 REFUSED_SECONDS = 1.0
 """Between two attempts when a daemon refuses its snapshot."""
+STARTING_SECONDS = 0.05
+"""The same when it is only just starting."""
 QUEUE_MESSAGES = 10_000
 """High-water mark of each socket; PUB drops beyond it and mirrors resynchronise."""
 
@@ -68,7 +70,9 @@ class Facts(Protocol):
 
     def state_line(self) -> str: ...
 
-    def snapshot(self) -> Iterable[codec.Message]: ...
+    def snapshot(self) -> Iterable[codec.Message]:
+        """The whole published state. Raises: StillStarting: mirrors keep what they have and ask again."""
+        ...
 
     def story(self, limit: int) -> tuple[StoryEntry, ...]: ...
 
@@ -395,8 +399,11 @@ class Mirror:
                 self._stale.set()
                 continue
             except RequestRefused as error:
-                log.warning("snapshot_refused", daemon=self.daemon, code=error.code, reason=error.detail)
-                await asyncio.sleep(REFUSED_SECONDS)
+                if error.code == StillStarting.code:
+                    await asyncio.sleep(STARTING_SECONDS)
+                else:
+                    log.warning("snapshot_refused", daemon=self.daemon, code=error.code, reason=error.detail)
+                    await asyncio.sleep(REFUSED_SECONDS)
                 self._stale.set()
                 continue
             if not isinstance(snapshot, Snapshot):

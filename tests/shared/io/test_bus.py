@@ -11,7 +11,7 @@ import zmq
 import zmq.asyncio
 
 from shared import codec
-from shared.errors import DaemonUnreachable, LoadFailed, RequestRefused
+from shared.errors import DaemonUnreachable, LoadFailed, RequestRefused, StillStarting
 from shared.ids import BootId
 from shared.io import bus
 from shared.io.bus import REPLY_MEMORY, REPLY_MEMORY_BYTES, BusClient
@@ -19,7 +19,7 @@ from shared.messages.common import DaemonInfo, Done, GetDaemonInfo, GetStory, Sn
 from shared.messages.mesh import SignRecord
 from shared.messages.models import InventoryChanged, RescanModels, SkippedFile
 from shared.paths import NodePaths
-from tests.shared.io.bus_scene import NAME, PROBE, Bare, Daemon, copy_of, daemon, word
+from tests.shared.io.bus_scene import NAME, PROBE, Bare, Daemon, State, copy_of, daemon, word
 from tests.waiting import run_async, until
 
 
@@ -606,6 +606,33 @@ def test_a_refused_snapshot_is_not_asked_for_in_a_tight_loop(
             await hand.answer(await hand.asked(), 0, ["healed"])
             await until(lambda: copy.words == ["healed"], 5, "it asks again all the same")
         hand.close()
+
+    run_async(scene())
+
+
+def test_a_daemon_that_is_just_starting_leaves_its_earlier_words_in_place(node_paths: NodePaths, bare: Bare) -> None:
+    class Starting(State):
+        ready = False
+
+        def snapshot(self) -> list[codec.Message]:
+            if not self.ready:
+                raise StillStarting("ask again in a moment")
+            return super().snapshot()
+
+    async def scene() -> None:
+        async with copy_of(node_paths) as copy:
+            async with daemon(node_paths) as first:
+                first.say("old")
+                await until(lambda: copy.words == ["old"], 5, "the first life")
+            second = Daemon(node_paths, Starting())
+            assert (await bare.ask("GetSnapshot"))[2]["code"] == "starting"
+            await until(lambda: second.server._replies, 5, "asked")
+            assert copy.words == ["old"]
+            assert copy.boots == [first.server.boot_id]
+            second.state.ready = True  # type: ignore[attr-defined]
+            second.say("new")
+            await until(lambda: copy.words == ["new"], 5, "the second life has spoken")
+            await second.end()
 
     run_async(scene())
 
