@@ -8,30 +8,34 @@ and 4 of peers to copy from. Source: docs/spec/allocation.md.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from services.electiond.view import Node, model_need_bytes
 from services.electiond.words import size_words
 from shared.ids import ModelName
 from shared.messages.mesh import AvailableModel
-from shared.messages.models import Assignment
+from shared.messages.models import Assignment, ModelType
 
 
-def assign_named(node: Node, named: Sequence[ModelName], limit: int) -> tuple[Assignment, ...]:
+def assign_named(
+    node: Node, named: Sequence[ModelName], limits: Mapping[ModelType, int], assigned: Collection[ModelName] = ()
+) -> tuple[Assignment, ...]:
     """The models that the owner named, as many as may be loaded at once, the largest that fit first.
 
-    What is left over is a wish of the node (``requested_models``). ``limit`` -1: all that fit together.
-    Ties: larger, then name.
+    What is left over is a wish of the node (``requested_models``). ``limits``: how many of each type, -1 as many as
+    fit together, 1 for a type that is not in it. What is ``assigned`` already stays: a larger file that appears later
+    does not push it out. Ties: larger, then name.
     """
     present = sorted(
         (node.models[name] for name in set(named) if node.has(name)),
-        key=lambda model: (-model.file_size_bytes, model.name),
+        key=lambda model: (model.name not in assigned, -model.file_size_bytes, model.name),
     )
     chosen: list[Assignment] = []
     room = node.vram_bytes
     per_type: dict[str, int] = {}
     for model in present:
         need = model_need_bytes(model)
+        limit = limits.get(model.type, 1)
         if need > room or (limit != -1 and per_type.get(model.type, 0) >= limit):
             continue
         room -= need
@@ -72,7 +76,10 @@ def why_unassigned(node: Node, declined: Collection[ModelName]) -> str:
     refused = [model for model in models if model.name in declined]
     if len(refused) == len(models):
         return f"{', '.join(sorted(model.name for model in refused))}: unloaded or failed; ask for it to load it again"
-    smallest = min(models, key=lambda model: (model_need_bytes(model), model.name))
+    left = [model for model in models if model.name not in declined]
+    if any(node.fits(model) for model in left):
+        return "every model on its disk that fits is served by another node already"
+    smallest = min(left, key=lambda model: (model_need_bytes(model), model.name))
     return (
         f"no model fits: the smallest, {smallest.name}, needs {size_words(model_need_bytes(smallest))}, "
         f"{node.device} offers {size_words(node.vram_bytes)}"

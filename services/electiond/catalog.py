@@ -15,6 +15,8 @@ from shared.messages.mesh import AvailableModel
 from shared.messages.models import CatalogStatus, MeshModel, SlotChanged
 
 WAITING_STATES = ("queued", "loading", "restarting")
+NAME_CHARACTERS = 200
+"""Of a name that somebody asked for, so much is compared and repeated; it may be megabytes."""
 
 
 def build_catalog(
@@ -23,14 +25,27 @@ def build_catalog(
     """All models by name. ``own_slots`` and ``assigned`` are this node's, for status and reason."""
     slots = {slot.model: slot for slot in own_slots}
     pending = set(assigned)
+    ordered = sorted(nodes, key=lambda node: node.peer_id)
     names = {name for node in nodes for name in (*node.models, *node.requested)}
-    return tuple(_entry(name, nodes, slots.get(name), name in pending) for name in sorted(names))
+    names |= {item.model for node in nodes for item in node.hosted}
+    return tuple(_entry(name, ordered, slots.get(name), name in pending) for name in sorted(names))
 
 
 def _entry(name: ModelName, nodes: Sequence[Node], slot: SlotChanged | None, assigned: bool) -> MeshModel:
     holders = [node for node in nodes if node.has(name)]
     hosts = [node for node in nodes if node.hosts(name)]
     requested = any(name in node.requested for node in nodes)
+    if not holders and hosts:
+        served = next(item for node in hosts for item in node.hosted if item.model == name)
+        return MeshModel(
+            name=name,
+            type=served.type,
+            status="ready",
+            reason=f"served by {_names(hosts)}; its file is gone from the models folders",
+            nodes_serving=tuple(node.peer_id for node in hosts if node.peer_id),
+            hosts=tuple(node.peer_id for node in hosts if node.peer_id),
+            requested=requested,
+        )
     if not holders:
         return MeshModel(
             name=name,
@@ -68,7 +83,7 @@ def _status(
     model: AvailableModel, holders: Sequence[Node], hosts: Sequence[Node], slot: SlotChanged | None, assigned: bool
 ) -> tuple[CatalogStatus, str]:
     if hosts:
-        return "ready", f"served by {', '.join(node.name for node in hosts)}"
+        return "ready", f"served by {_names(hosts)}"
     if slot is not None and slot.state in WAITING_STATES:
         return "loading", slot.reason
     if slot is not None and slot.state == "failed":
@@ -80,6 +95,10 @@ def _status(
     if assigned:
         return "loading", "about to be loaded"
     return "unloaded", "on disk; loads when it is asked for"
+
+
+def _names(nodes: Sequence[Node]) -> str:
+    return ", ".join(node.name for node in nodes)
 
 
 def too_large_words(model: AvailableModel, nodes: Sequence[Node]) -> str:
@@ -104,4 +123,5 @@ def resolve(text: str, catalog: Iterable[MeshModel]) -> ModelName | None:
 
 def nearest_names(text: str, catalog: Iterable[MeshModel], limit: int = 3) -> tuple[str, ...]:
     """Catalog names that ``text`` may have meant."""
-    return tuple(difflib.get_close_matches(text, [model.name for model in catalog], n=limit, cutoff=0.4))
+    names = [model.name for model in catalog]
+    return tuple(difflib.get_close_matches(text[:NAME_CHARACTERS], names, n=limit, cutoff=0.4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterable
 
 from services.electiond.elections import (
@@ -18,10 +17,10 @@ from services.electiond.elections import (
     Reply,
     Stimulus,
 )
-from services.electiond.io.memory_file import MemoryFile
+from services.electiond.io.memory_file import MemoryFile, this_run
 from shared import codec
 from shared.config import NodeConfig, changed_keys, load_config
-from shared.errors import RequestRefused
+from shared.errors import RequestRefused, StillStarting
 from shared.ids import ModelName
 from shared.io import log
 from shared.io.bus import BusServer, Mirror
@@ -30,6 +29,7 @@ from shared.io.lifecycle import StopSignal, environment
 from shared.messages.common import ConfigReloaded, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import MemberChanged
 from shared.messages.models import (
+    MODEL_TYPES,
     AssignmentsChanged,
     CatalogChanged,
     DeviceChanged,
@@ -45,7 +45,7 @@ def config_stimulus(config: NodeConfig) -> ConfigApplied:
     return ConfigApplied(
         configured=config.configured,
         named=tuple(ModelName(name) for name in config.models.serve),
-        slot_limit=config.slot_limit("llm"),
+        slot_limits={type: config.slot_limit(type) for type in MODEL_TYPES},
     )
 
 
@@ -56,7 +56,7 @@ class Electiond:
         self.paths = paths
         self.config = config
         self.tasks = Tasks()
-        self.memory = MemoryFile(paths.state / "elections.json", run=str(os.getppid()))
+        self.memory = MemoryFile(paths.state / "elections.json", run=this_run())
         self.elections = Elections(self.memory.load())
         self.drive: Drive[Stimulus, Effect] = Drive(self.elections, self.perform)
         self.bus = BusServer("electiond", paths, self, self.answer, self.tasks)
@@ -116,6 +116,8 @@ class Electiond:
     # -- what the bus server tells and asks -----------------------------------------------------------------
 
     def state_line(self) -> str:
+        if not self.elections.settled:
+            return "waits for launcherd and gossipd to report"
         assignments = self.elections.assigned.assignments
         if assignments:
             return f"{len(self.elections.catalog.models)} models known, assigned: " + ", ".join(
@@ -124,6 +126,8 @@ class Electiond:
         return self.elections.assigned.idle_reason or "no assignment"
 
     def snapshot(self) -> Iterable[codec.Message]:
+        if not self.elections.settled:
+            raise StillStarting("electiond has just started and waits for launcherd and gossipd; ask again in a moment")
         return (self.elections.catalog, self.elections.assigned, self.elections.routes)
 
     def story(self, limit: int) -> tuple[StoryEntry, ...]:

@@ -5,14 +5,19 @@ package derive everything anew, and what differs from what was last said is publ
 assignments: once assigned, a model stays assigned until launcherd unloads it, and is then *declined* until somebody
 asks for it again, so that a rule and a person never undo each other in turn.
 
+After a start nothing is said, and nothing placed, until launcherd and gossipd have reported (or ``HOLD_SECONDS``): what
+an earlier life had said stands meanwhile, so that a restart of electiond alone changes nothing.
+
 =====================  ==========================================  =============================================
 stimulus               condition                                   what it does to the assignments
 =====================  ==========================================  =============================================
 ConfigApplied          models are named                            those replace earlier named ones
 any view change        configured, no named one, none assigned,    rule of ``allocation.assign_model``
-                       inventory known, not held by its owner
+                       inventory known, not held by its owner,
+                       nothing on its way for a request
 SlotChanged ready      nobody assigned it yet                      becomes an assignment of its slot's origin
-SlotChanged unloaded   it was assigned                             withdrawn and declined
+SlotChanged coming     placed by the mesh, before a restart        stays an assignment
+SlotChanged unloaded   it was assigned                             withdrawn and declined; the node is its owner's
 SlotChanged failed     the mesh had placed it                      withdrawn and declined; the rule runs again
 PlaceModel             this node can serve it                      assigned with origin ``request``
 =====================  ==========================================  =============================================
@@ -20,10 +25,18 @@ PlaceModel             this node can serve it                      assigned with
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from services.electiond.allocation import assign_model, assign_named, why_unassigned
-from services.electiond.catalog import build_catalog, nearest_names, resolve, too_large_words
+from services.electiond.catalog import (
+    NAME_CHARACTERS,
+    WAITING_STATES,
+    build_catalog,
+    nearest_names,
+    resolve,
+    too_large_words,
+)
 from services.electiond.election import place
 from services.electiond.routes import build_routes
 from services.electiond.view import Node, node_of, own_node
@@ -38,20 +51,23 @@ from shared.messages.models import (
     DeviceChanged,
     InventoryChanged,
     ModelPlaced,
+    ModelType,
     RoutesChanged,
     SlotChanged,
 )
 
 IDLE_WORDS = "this node is idle: it has no mesh.toml. Run 'meshctl up' (or bin/quickstart) to set it up"
 DECLINED_LIMIT = 1_000
+HOLD_SECONDS = 3.0
+"""After a start electiond waits so long for launcherd and gossipd; gossipd itself waits up to 2 s for tunneld."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConfigApplied:
     configured: bool
     named: tuple[ModelName, ...]
-    slot_limit: int
-    """Models of one type this node may load at once; -1 without limit."""
+    slot_limits: Mapping[ModelType, int]
+    """Models of each type this node may load at once; -1 without limit, 1 for a type that is not in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +123,8 @@ class Memory:
 
     declined: tuple[tuple[ModelName, str], ...] = ()
     held_by_owner: bool = False
+    named: tuple[ModelName, ...] = ()
+    """What the configuration named: only what it names anew is no longer declined."""
 
 
 NO_MEMORY = Memory()
@@ -139,7 +157,11 @@ class Elections:
         self.routes = RoutesChanged(routes=())
         self.assigned = AssignmentsChanged(assignments=(), idle_reason=IDLE_WORDS)
         self.story_of: dict[ModelName, str] = {}
-        self._config = ConfigApplied(configured=False, named=(), slot_limit=1)
+        self.settled = False
+        """Whether enough was heard since the start to say anything."""
+        self._hold_until: float | None = None
+        self._asked: list[PlaceRequested] = []
+        self._config = ConfigApplied(configured=False, named=memory.named, slot_limits={})
         self._view = View()
         self._assignments: dict[ModelName, Assignment] = {}
         self._memory = memory
@@ -147,15 +169,16 @@ class Elections:
         self._held_by_owner = memory.held_by_owner
 
     def next_deadline(self) -> float | None:
-        return None
+        return None if self.settled else self._hold_until
 
     def handle(self, stimulus: Stimulus | Tick, *, now: float) -> list[Effect]:
-        effects: list[Effect] = []
+        if self._hold_until is None:
+            self._hold_until = now + HOLD_SECONDS
         match stimulus:
             case ConfigApplied():
                 self._apply_config(stimulus)
             case LauncherReplaced(inventory=inventory, device=device, slots=slots):
-                self._view.inventory = inventory or self._view.inventory
+                self._take_inventory(inventory)
                 self._view.device = device or self._view.device
                 gone = set(self._view.slots) - {slot.slot_id for slot in slots}
                 for slot_id in gone:
@@ -163,24 +186,42 @@ class Elections:
                 for slot in slots:
                     self._take_slot(slot)
             case MembersReplaced(members=members):
-                self._view.members = {member.announcement.peer_id: member for member in members}
+                if any(member.is_self for member in members):
+                    self._view.members = {member.announcement.peer_id: member for member in members}
             case InventoryChanged():
-                self._view.inventory = stimulus
+                self._take_inventory(stimulus)
             case DeviceChanged():
                 self._view.device = stimulus
             case SlotChanged():
                 self._take_slot(stimulus)
             case MemberChanged():
                 self._view.members[stimulus.announcement.peer_id] = stimulus
-            case PlaceRequested(token=token, model=model):
-                effects.append(Reply(token, self._place(model)))
+            case PlaceRequested():
+                self._asked.append(stimulus)
             case Tick():
                 pass
-        return self._derive() + effects
+        if not self.settled and not self._heard_all() and now < self._hold_until:
+            return []
+        self.settled = True
+        effects = self._derive()
+        if self._asked:
+            replies = [Reply(asked.token, self._place(asked.model)) for asked in self._asked]
+            self._asked.clear()
+            effects += [*self._derive(), *replies]
+        return effects
+
+    def _heard_all(self) -> bool:
+        view = self._view
+        me = any(member.is_self for member in view.members.values())
+        return me and view.inventory is not None and view.device is not None
 
     def check_invariants(self) -> None:
         """Raises AssertionError when the machine contradicts itself."""
         assert not set(self._assignments) & set(self._declined)
+        if not self.settled:
+            assert (self.catalog.models, self.routes.routes, self.assigned.assignments) == ((), (), ())
+            return
+        assert not self._asked
         assert {item.model for item in self.assigned.assignments} == set(self._assignments)
         names = {model.name for model in self.catalog.models}
         assert {route.model for route in self.routes.routes} <= names
@@ -204,21 +245,28 @@ class Elections:
     # -- assignments ----------------------------------------------------------------------------------------
 
     def _apply_config(self, config: ConfigApplied) -> None:
-        newly_named = set(config.named) - set(self._config.named)
+        newly_named = [name for name in config.named if name not in self._config.named]
         self._config = config
         for name in newly_named:
             self._declined.pop(name, None)
+            self._declined.pop(_stem(name), None)
         if newly_named:
             self._held_by_owner = False
-        self._drop([name for name, item in self._assignments.items() if item.origin == "flag"])
+        still_named = {*config.named, *map(_stem, config.named)}
+        flagged = [name for name, item in self._assignments.items() if item.origin == "flag"]
+        self._drop([name for name in flagged if name not in still_named])
+
+    def _take_inventory(self, inventory: InventoryChanged | None) -> None:
+        """A launcherd that has only begun to look through its folders has nothing to say about models yet."""
+        if inventory is not None and (inventory.models or not inventory.scanning):
+            self._view.inventory = inventory
 
     def _take_slot(self, slot: SlotChanged) -> None:
         if slot.state == "unloaded":
             self._view.slots.pop(slot.slot_id, None)
             others = [other for other in self._view.slots.values() if other.model == slot.model]
-            if not others:
-                if slot.model in self._assignments:
-                    self._decline(slot.model, slot.reason)
+            if not others and slot.model in self._assignments:
+                self._decline(slot.model, slot.reason)
                 self._held_by_owner = True
             return
         self._view.slots[slot.slot_id] = slot
@@ -229,6 +277,14 @@ class Elections:
         elif slot.state == "ready" and slot.model not in self._assignments and slot.origin != "flag":
             # Also after a restart of electiond: what runs stays where it is.
             words = "asked for on this node" if slot.origin == "request" else "placed here by the mesh before"
+            self._assign(Assignment(model=slot.model, origin=slot.origin, reason=words))
+        elif (
+            slot.state in WAITING_STATES
+            and slot.origin in ("allocation", "promotion")
+            and slot.model not in self._assignments
+            and slot.model not in self._declined
+        ):
+            words = "placed here by the mesh before"
             self._assign(Assignment(model=slot.model, origin=slot.origin, reason=words))
 
     def _assign(self, assignment: Assignment) -> None:
@@ -256,14 +312,18 @@ class Elections:
         if self._view.inventory is None or self._view.device is None:
             return "" if self._assignments else "waits for launcherd to report models and memory"
         named = [name for name in self._resolved_names() if name not in self._declined]
-        wanted = {item.model: item for item in assign_named(own, named, self._config.slot_limit)}
+        wanted = {
+            item.model: item
+            for item in assign_named(own, named, self._config.slot_limits, assigned=self._assignments.keys())
+        }
         for name, item in wanted.items():
             if name not in self._assignments:
                 self._assign(item)
         if self._assignments or self._config.named or self._held_by_owner:
             return "" if self._assignments else self._unassigned_words(own)
-        if self._view.inventory.scanning and not own.models:
-            return "looking through the models folders"
+        coming = [slot.model for slot in self._view.slots.values() if slot.state in WAITING_STATES]
+        if coming:
+            return f"waits for {', '.join(sorted(set(coming)))}, which is being loaded already"
         found = assign_model(own, nodes, self._declined)
         if found is None:
             return why_unassigned(own, self._declined)
@@ -273,8 +333,7 @@ class Elections:
     def _resolved_names(self) -> list[ModelName]:
         models = self._view.inventory.models if self._view.inventory else ()
         known = {model.name for model in models}
-        stems = [(name, name.rsplit("/", 1)[-1].removesuffix(".gguf")) for name in self._config.named]
-        return [ModelName(name if name in known else stem) for name, stem in stems]
+        return [name if name in known else _stem(name) for name in self._config.named]
 
     def _unassigned_words(self, own: Node) -> str:
         if self._config.named and not self._held_by_owner:
@@ -302,7 +361,9 @@ class Elections:
         if routes != self.routes:
             self.routes = routes
             effects.append(Publish(routes))
-        memory = Memory(declined=tuple(self._declined.items()), held_by_owner=self._held_by_owner)
+        memory = Memory(
+            declined=tuple(self._declined.items()), held_by_owner=self._held_by_owner, named=self._config.named
+        )
         if memory != self._memory:
             self._memory = memory
             effects.append(memory)
@@ -314,9 +375,10 @@ class Elections:
         name = resolve(text, self.catalog.models)
         if name is None:
             near = nearest_names(text, self.catalog.models)
-            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            hint = f"; did you mean {', '.join(near)}?" if near else "."
             return Refused(
-                code="model_not_found", detail=f"no node of the mesh has a model {text!r}{hint} See GET /v1/models"
+                code="model_not_found",
+                detail=f"no node of the mesh has a model {text[:NAME_CHARACTERS]!r}{hint} See GET /v1/models",
             )
         nodes = self._view.nodes(())
         chosen = place(name, nodes)
@@ -331,3 +393,8 @@ class Elections:
         if chosen.is_self and name not in self._assignments:
             self._assign(Assignment(model=name, origin="request", reason="a request asked for it"))
         return ModelPlaced(model=name, peer_id=chosen.peer_id, reason=f"{chosen.name} has the file and the room")
+
+
+def _stem(name: str) -> ModelName:
+    """The catalog name that a file name or path stands for."""
+    return ModelName(name.rsplit("/", 1)[-1].removesuffix(".gguf"))
