@@ -268,7 +268,7 @@ def _disk(node: Node) -> Iterator[Check]:
 def _left(node: Node) -> Iterator[Check]:
     if node.supervised is not None or not node.paths.bus.is_dir():
         return
-    left = find_leftovers(node.paths)
+    left = find_leftovers(node.paths, node.supervisor_confs)
     if left:
         names = ", ".join(f"{item.name} (pid {item.pid})" for item in left)
         yield Check(name="leftovers", level="warn", detail=f"{names} run without a supervisord", fix="meshctl down")

@@ -8,11 +8,13 @@ import xmlrpc.client
 import click
 import psutil
 
-from services.meshctl.leftovers import end, find_leftovers, locked_daemons
+from services.meshctl.leftovers import Leftover, end, find_leftovers, locked_daemons
 from services.meshctl.node import Node, Supervised, wait_until
 from services.meshctl.output import Waiting, print_json, progress
 from shared.errors import StateError
 
+SETTLE_SECONDS = 3.0
+"""Daemons whose supervisord is gone end by themselves; what still runs then has to be ended."""
 STOP_SECONDS = 90.0
 """Each daemon has 10 s, launcherd 20, one after another."""
 
@@ -31,9 +33,13 @@ def down(as_json: bool) -> None:
     elif not node.paths.bus.is_dir():
         _say(as_json, was_running=False, ended=[])
         return
+
     # With supervisord gone the daemons end by themselves; whatever is left then belongs to nobody.
-    wait_until(lambda: None if find_leftovers(node.paths) else True, 3.0 if found is not None else 0.0)
-    leftovers = find_leftovers(node.paths)
+    def left() -> list[Leftover]:
+        return find_leftovers(node.paths, node.supervisor_confs)
+
+    wait_until(lambda: None if left() else True, SETTLE_SECONDS, every_seconds=0.2)
+    leftovers = left()
     for item in leftovers:
         progress(f"Ending {item.name} (pid {item.pid}), left over by an earlier supervisord or launcherd")
     surviving = end(leftovers)

@@ -1,7 +1,8 @@
 """Processes of a node that nobody supervises any more: daemons by the lock they hold, engines by their records.
 
-A pid alone proves nothing. A daemon's lock is held exactly as long as it lives; an engine is known by pid, start
-time and boot, or by the mark in its environment.
+A pid alone proves nothing. A daemon's lock is held exactly as long as it lives; other processes of a daemon (proxyd's
+workers) carry the configuration's path in their environment; an engine is known by pid, start time and boot, or by the
+mark in its environment.
 """
 
 from __future__ import annotations
@@ -45,20 +46,39 @@ class Leftover:
                 return
 
 
-def find_leftovers(paths: NodePaths) -> list[Leftover]:
-    return [*locked_daemons(paths), *engines(paths)]
+def find_leftovers(paths: NodePaths, confs: Iterable[Path] = ()) -> list[Leftover]:
+    """Everything of this node that runs. ``confs``: supervisord configurations that are this node's."""
+    found = {item.pid: item for item in (*engines(paths), *_workers({str(conf) for conf in confs}))}
+    found.update({item.pid: item for item in locked_daemons(paths)})
+    return sorted(found.values(), key=lambda item: _ORDER.index(item.name) if item.name in _ORDER else len(_ORDER))
+
+
+_ORDER = ("proxyd", "launcherd", "electiond", "gossipd", "tunneld", "keeper")
+
+
+def _workers(confs: set[str]) -> list[Leftover]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("MESH_SUPERVISOR_CONF") not in confs or _process(process.pid) is None:
+                continue
+            module = next((word for word in process.cmdline() if word.startswith("services.")), "")
+            if module and not module.startswith("services.meshctl"):
+                found.append(Leftover(module.split(".")[1], process.pid, process.create_time()))
+        except (psutil.Error, OSError, ValueError):
+            continue  # Not ours to look into, or gone.
+    return found
 
 
 def locked_daemons(paths: NodePaths) -> list[Leftover]:
     """Daemons that hold their lock, in the order in which they should stop."""
-    order = ("proxyd", "launcherd", "electiond", "gossipd", "tunneld", "keeper")
     found = []
-    for path in sorted(paths.bus.glob("*.lock"), key=lambda path: (path.stem not in order, path.stem)):
+    for path in paths.bus.glob("*.lock"):
         pid = _lock_owner(path)
         process = _process(pid) if pid else None
         if process is not None:
             found.append(Leftover(path.stem, process.pid, process.create_time()))
-    return sorted(found, key=lambda item: order.index(item.name) if item.name in order else len(order))
+    return sorted(found, key=lambda item: _ORDER.index(item.name) if item.name in _ORDER else len(_ORDER))
 
 
 def _lock_owner(path: Path) -> int | None:

@@ -72,6 +72,12 @@ class Node:
         """Whether this is the node the repository's own ``supervisord.conf`` runs."""
         return self.paths.home == Path(os.path.expanduser("~/.mesh"))
 
+    @property
+    def supervisor_confs(self) -> tuple[Path, ...]:
+        """The configurations this node may have been started with."""
+        rendered = (self.paths.supervisor_conf,)
+        return (*rendered, REPOSITORY / "supervisord.conf") if self.is_default else rendered
+
     @cached_property
     def config(self) -> NodeConfig:
         """Raises: ConfigError."""

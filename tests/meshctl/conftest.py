@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import pytest
 
 from services.meshctl.__main__ import main
 from shared.config import ENVIRONMENT
+from tests.processes.node import processes_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,8 @@ Meshctl = Callable[..., Ran]
 
 
 @pytest.fixture
-def meshctl(mesh_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Meshctl:
-    """Runs a command for the node at ``mesh_home``, all ports free ones."""
+def meshctl(mesh_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Meshctl]:
+    """Runs a command for the node at ``mesh_home``. Nothing should start; what does is ended with the test."""
     for name in ENVIRONMENT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MESH_HOME", str(mesh_home))
@@ -41,4 +42,7 @@ def meshctl(mesh_home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
         said = capsys.readouterr()
         return Ran(int(ended.value.code or 0), said.out, said.err)
 
-    return run
+    yield run
+    if (mesh_home / "run" / "supervisord.pid").exists():
+        for process in processes_of(mesh_home):
+            process.kill()

@@ -89,6 +89,17 @@ def test_an_engine_without_a_record_is_found_by_its_mark(node_paths: NodePaths, 
     assert [item.pid for item in find_leftovers(node_paths)] == [engine.pid]
 
 
+def test_a_worker_is_found_by_the_configuration_it_runs_under(node_paths: NodePaths, start: Start) -> None:
+    """proxyd's workers finish their streams in the background and hold no lock."""
+    conf = str(node_paths.supervisor_conf)
+    worker = start(STUBBORN, "services.proxyd.worker", MESH_SUPERVISOR_CONF=conf)
+    start(STUBBORN, "services.meshctl", MESH_SUPERVISOR_CONF=conf)
+    start(STUBBORN, "services.proxyd.worker", MESH_SUPERVISOR_CONF="/another/supervisord.conf")
+    found = find_leftovers(node_paths, [node_paths.supervisor_conf])
+    assert [(item.name, item.pid) for item in found] == [("proxyd", worker.pid)]
+    assert find_leftovers(node_paths) == []
+
+
 def test_one_that_ignores_sigterm_is_killed(monkeypatch: pytest.MonkeyPatch, start: Start) -> None:
     monkeypatch.setattr("services.meshctl.leftovers.TERM_SECONDS", 0.2)
     process = start(STUBBORN)
