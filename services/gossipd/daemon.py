@@ -25,7 +25,7 @@ from services.gossipd.membership import (
 from services.gossipd.mesh_identity import next_life
 from shared import codec
 from shared.config import NodeConfig, changed_keys, load_config
-from shared.errors import DaemonUnreachable, RequestRefused
+from shared.errors import DaemonUnreachable, RequestRefused, StillStarting
 from shared.ids import ModelName
 from shared.io import log
 from shared.io.bus import BusClient, BusServer, Mirror
@@ -41,6 +41,15 @@ SIGN_SECONDS = 5.0
 
 def node_name(config: NodeConfig) -> str:
     return config.node.name or platform.node() or "node"
+
+
+def config_stimulus(config: NodeConfig) -> ConfigApplied:
+    return ConfigApplied(
+        configured=config.configured,
+        node_name=node_name(config),
+        requested_models=tuple(ModelName(name) for name in config.models.serve),
+        random_bytes=os.urandom(16),
+    )
 
 
 class Gossipd:
@@ -69,6 +78,7 @@ class Gossipd:
         self._sign = asyncio.Event()
 
     def start(self) -> None:
+        self.drive.post(config_stimulus(self.config))
         self.bus.start()
         for daemon in ("tunneld", "launcherd", "electiond"):
             Mirror(daemon, self.paths, self.on_snapshot, self.on_message).start(self.tasks)
@@ -133,6 +143,8 @@ class Gossipd:
                 )
             except (DaemonUnreachable, RequestRefused) as error:
                 log.warning("not_signed", seq=announcement.seq, reason=error.detail)
+                if isinstance(error, RequestRefused):
+                    await asyncio.sleep(SIGN_SECONDS)
                 self._sign.set()
                 continue
             if isinstance(reply, RecordSigned):
@@ -142,9 +154,14 @@ class Gossipd:
 
     def state_line(self) -> str:
         mesh = self.membership.identity.mesh_name or self.membership.identity.mesh_id or "no mesh"
-        return f"{mesh}: 1 node" if self.membership.own else "waits for tunneld to say who this node is"
+        if self.membership.own:
+            return f"{mesh}: 1 node"
+        who = "tunneld to say who this node is" if self.membership.settled else "tunneld and launcherd"
+        return f"waits for {who}"
 
     def snapshot(self) -> Iterable[codec.Message]:
+        if not self.membership.settled:
+            raise StillStarting("gossipd has just started and waits for tunneld and launcherd; ask again in a moment")
         return self.membership.snapshot(now=asyncio.get_running_loop().time())
 
     def story(self, limit: int) -> tuple[StoryEntry, ...]:
@@ -185,14 +202,7 @@ class Gossipd:
         mine = ("node.name", "models.serve")
         changed = tuple(key for key in changed_keys(self.config, new) if key in mine)
         self.config = new
-        self.drive.post(
-            ConfigApplied(
-                configured=new.configured,
-                node_name=node_name(new),
-                requested_models=tuple(ModelName(name) for name in new.models.serve),
-                random_bytes=os.urandom(16),
-            )
-        )
+        self.drive.post(config_stimulus(new))
         return ConfigReloaded(changed=changed, needs_restart=())
 
 

@@ -16,6 +16,10 @@ BUCKET_SECONDS = 10.0
 WINDOW_SECONDS = 600.0
 MODELS_LIMIT = 2_000
 """Names come from requests; beyond this many the least asked for is forgotten."""
+NAME_LIMIT_CHARACTERS = 256
+"""Requests for longer names are not counted: all counters together must fit into one message."""
+COUNT_LIMIT = 2**60
+"""Far above any honest count, and sums stay within the 64 bits that messages carry."""
 
 
 class DemandCounters:
@@ -35,7 +39,8 @@ class DemandCounters:
     def merge(self, node: PeerId, model: ModelName, total: int, *, now: float) -> None:
         """``node`` says that it has counted ``total`` requests; smaller than known: old news, ignored."""
         known = self.total_of(node, model)
-        if total <= known:
+        total = min(total, COUNT_LIMIT)
+        if total <= known or len(model) > NAME_LIMIT_CHARACTERS:
             return
         self._totals.setdefault(model, {})[node] = total
         buckets = self._recent.setdefault(model, deque())
@@ -46,12 +51,21 @@ class DemandCounters:
             buckets.append((start, total - known))
         if len(self._totals) > MODELS_LIMIT:
             least = min(self._totals, key=lambda name: (sum(self._totals[name].values()), name))
-            del self._totals[least], self._recent[least]
+            del self._totals[least]
+            self._recent.pop(least, None)
 
     def restore(self, node: PeerId, totals: dict[ModelName, int]) -> None:
         """Counters from before a restart: they count for totals, not for rates."""
         for model, total in totals.items():
-            self._totals.setdefault(model, {})[node] = max(total, self.total_of(node, model))
+            if total > 0 and len(model) <= NAME_LIMIT_CHARACTERS:
+                known = self.total_of(node, model)
+                self._totals.setdefault(model, {})[node] = max(min(total, COUNT_LIMIT), known)
+
+    def rename(self, old: PeerId, new: PeerId) -> None:
+        """What was counted as ``old`` was counted by ``new``: once, not twice."""
+        for counts in self._totals.values():
+            if old in counts:
+                counts[new] = counts.get(new, 0) + counts.pop(old)
 
     def total_of(self, node: PeerId, model: ModelName) -> int:
         return self._totals.get(model, {}).get(node, 0)

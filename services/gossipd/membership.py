@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 from services.gossipd.announcement import NodeFacts, announce, same_content
 from services.gossipd.demand import DemandCounters
 from services.gossipd.mesh_identity import MeshIdentity, next_life
+from shared import codec
 from shared.ids import MeshId, ModelName, PeerId, SlotId
 from shared.io.drive import Tick
 from shared.messages.mesh import (
@@ -40,8 +41,8 @@ from shared.messages.mesh import (
 from shared.messages.models import AssignmentsChanged, DeviceChanged, InventoryChanged, SlotChanged
 
 HOLD_SECONDS = 2.0
-"""After a start the first announcement waits so long for launcherd, so that a restart of gossipd alone never tells
-the mesh that a busy node serves nothing."""
+"""After a start the first announcement waits so long for tunneld and launcherd, so that a restart of gossipd alone
+never tells the mesh that a busy node serves nothing, has no memory or cannot be reached."""
 DEMAND_SECONDS = 1.0
 """Demand is published at most so often."""
 PERSIST_SECONDS = 10.0
@@ -134,9 +135,10 @@ class Membership:
         self._seq = 0
         self._counted_slots = dict(counted_slots or {})
         self.demand.restore(identity.peer_id, counted or {})
-        self._demand_moved = bool(counted)
         self._publish_at: float | None = None
         self._persist_at: float | None = None
+        self.settled = False
+        """Whether enough is known to speak for this node: until then its earlier life's words stand."""
         self._started = False
         self._hold_until: float | None = None
 
@@ -155,8 +157,9 @@ class Membership:
                 if stimulus.peer_id != self.identity.peer_id:
                     self._take_peer_id(stimulus.peer_id)
                     effects.append(PersistIdentity(self.identity))
-            case InventoryChanged():
-                self.facts = replace(self.facts, inventory=stimulus)
+            case InventoryChanged(models=models, scanning=scanning):
+                if models or not scanning:
+                    self.facts = replace(self.facts, inventory=stimulus)
             case DeviceChanged():
                 self.facts = replace(self.facts, device=stimulus)
             case AssignmentsChanged():
@@ -176,7 +179,8 @@ class Membership:
             case ConfigApplied():
                 effects += self._apply_config(stimulus)
             case RecordSigned(record=record):
-                self.record = record
+                if self.own is not None and record.payload == codec.encode(self.own):
+                    self.record = record
             case Tick():
                 effects += self._tick(now)
         if not isinstance(stimulus, RecordSigned | CountUnserved):
@@ -213,16 +217,19 @@ class Membership:
         return [PersistIdentity(self.identity), PublishMesh(self._mesh())]
 
     def _take_peer_id(self, peer_id: PeerId) -> None:
-        counted = self.demand.totals_of(self.identity.peer_id)
+        if not self.identity.peer_id:
+            # Counted before tunneld spoke. Under another key the old counter stays the old node's.
+            self.demand.rename(self.identity.peer_id, peer_id)
         self.identity = replace(self.identity, peer_id=peer_id)
-        self.demand.restore(peer_id, counted)
         self.own = None
+        self.record = None
 
     def _announce(self, now: float) -> list[Effect]:
-        held = self._hold_until is not None and now < self._hold_until and self.facts.inventory is None
-        if held:
+        spoken = None not in (self.facts.tunnel, self.facts.inventory, self.facts.device)
+        if self._hold_until is not None and now < self._hold_until and not spoken:
             return []
         self._hold_until = None
+        self.settled = True
         if not self.identity.peer_id:
             return []
         announcement = announce(self.facts, self._slots, self.identity, self.identity.peer_id, self._seq + 1)
@@ -239,7 +246,8 @@ class Membership:
         return MeshIdentityChanged(mesh_id=MeshId(self.identity.mesh_id), mesh_name=self.identity.mesh_name)
 
     def _count_slot(self, slot: SlotChanged, now: float) -> None:
-        """launcherd counts per slot and starts at 0; what is above the last number heard is new."""
+        """launcherd counts per slot from 0 and keeps the count over its restarts, if perhaps a little behind: only
+        what is above the highest number heard is new."""
         known = self._counted_slots.get(slot.slot_id, 0)
         if slot.requests_total > known:
             self._count(slot.model, slot.requests_total - known, now)
@@ -251,7 +259,6 @@ class Membership:
         if count == 0:
             return
         self.demand.add(self.identity.peer_id, model, count, now=now)
-        self._demand_moved = True
         if self._publish_at is None or self._publish_at > now + DEMAND_SECONDS:
             self._publish_at = now + DEMAND_SECONDS
         if self._persist_at is None:

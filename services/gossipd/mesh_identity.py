@@ -42,7 +42,7 @@ class MeshIdentity:
                 incarnation=int(value["incarnation"]),
                 peer_id=PeerId(str(value["peer_id"])),
             )
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise StateError(
                 f"{source} is damaged ({error}); restore it from a backup, or move it away to start in a new mesh"
             ) from error

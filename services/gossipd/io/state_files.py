@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
@@ -44,7 +45,7 @@ class StateFiles:
             slots = {SlotId(str(name)): int(count) for name, count in value["slots"].items()}
         except FileNotFoundError:
             return {}, {}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             log.warning("demand_lost", path=self._demand, reason=error)
             return {}, {}
         return totals, slots
@@ -66,5 +67,6 @@ def _replace(path: Path, text: str) -> None:
             os.fsync(file.fileno())
         temporary.replace(path)
     except OSError:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise
