@@ -48,7 +48,7 @@ class Worker:
         self.link = ours
         # A session of its own: supervisord's killasgroup must not reach a worker that still has streams.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "services.proxyd.worker"],
+            [sys.executable, *_own_flags(), "-m", "services.proxyd.worker"],
             env={**os.environ, STUB_VARIABLE: str(theirs.fileno())},
             pass_fds=(theirs.fileno(),),
             start_new_session=True,
@@ -77,6 +77,12 @@ class Worker:
             log.warning("worker_killed", pid=self.process.pid, reason=f"did not end within {grace_seconds:g} s")
             self.process.kill()
             return self.process.wait()
+
+
+def _own_flags() -> list[str]:
+    """The isolation that the shim asked for: no current directory and no user packages on the import path."""
+    flags = ["-P"] if sys.flags.safe_path else []
+    return [*flags, "-s"] if sys.flags.no_user_site else flags
 
 
 class Stub:

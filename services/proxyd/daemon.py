@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import time
-import xmlrpc.client
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,7 +20,6 @@ from services.proxyd.io.inference_api import InferenceApp
 from services.proxyd.io.keeper_client import KeeperClient, ListenerNote, wanted_listeners
 from services.proxyd.io.lease_client import LeaseClient
 from services.proxyd.io.management_gate import ManagementGate
-from services.proxyd.io.node_queries import NodeQueries
 from services.proxyd.mesh_view import MeshView
 from services.proxyd.metrics import Metrics
 from services.proxyd.requests_log import RequestsLog
@@ -57,6 +55,8 @@ ADDRESS_SECONDS = 30.0
 PUBLISH_SECONDS = 1.0
 PLACE_SECONDS = 5.0
 SERVING = b"serving\n"
+LATER = ("engine.queue_limit", "node.name", "api.request_wait_seconds")
+"""Settings a running worker can't change in what already uses them."""
 
 
 class Worker:
@@ -179,8 +179,9 @@ class Worker:
 
     def _reload(self) -> ConfigReloaded:
         new = load_config(self.paths.config_file, environment())
-        ours = [key for key in changed_keys(self.config, new) if key.startswith(("api.", "console."))]
-        later = tuple(key for key in changed_keys(self.config, new) if key in ("engine.queue_limit", "node.name"))
+        changed = [key for key in changed_keys(self.config, new) if key.startswith(("api.", "console.", *LATER))]
+        later = tuple(key for key in changed if key in LATER)
+        ours = [key for key in changed if key not in LATER]
         was_idle = not self.config.configured
         self.config = new
         self._inference.config = new.api
@@ -259,13 +260,17 @@ class Worker:
 
     async def _open_management(self) -> None:
         # After inference serves, and in a thread: importing FastAPI takes 0.2 s of a fast core.
-        queries = NodeQueries(self.paths)
-        self._gate.open(await asyncio.to_thread(self._management_api, queries))
-
-    def _management_api(self, queries: NodeQueries) -> Any:
-        from services.proxyd.io.management_api import build_management_api
-
-        return build_management_api(queries, self._view.models, self._requests, self._metrics, time.monotonic)
+        management_api, node_queries = await asyncio.to_thread(_import_management)
+        queries = node_queries.NodeQueries(self.paths)
+        app = await asyncio.to_thread(
+            management_api.build_management_api,
+            queries,
+            self._view.models,
+            self._requests,
+            self._metrics,
+            time.monotonic,
+        )
+        self._gate.open(app)
 
     def _access_rules(self) -> AccessRules:
         api = self.config.api
@@ -403,7 +408,15 @@ def _url(note: ListenerNote | None) -> str:
     return f"http://[{host}]:{note.port}" if ":" in host else f"http://{host}:{note.port}"
 
 
+def _import_management() -> tuple[Any, Any]:
+    from services.proxyd.io import management_api, node_queries
+
+    return management_api, node_queries
+
+
 def _supervisord_runs() -> bool:
+    import xmlrpc.client
+
     supervisor = supervisor_from_environment()
     if supervisor is None:
         return False

@@ -27,7 +27,7 @@ import psutil
 
 from shared.codec import Message
 from shared.ids import ModelName, SlotId
-from shared.io.bus import BusServer
+from shared.io.bus import BusClient, BusServer
 from shared.io.drive import Tasks
 from shared.io.supervisor import Supervisor
 from shared.messages.common import Done, StoryEntry
@@ -79,6 +79,14 @@ class Supervised:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.STDOUT,
         )
+        # A first request also wakes supervisord, which else starts nothing for its first second.
+        wait_until(self._answers, 20, "supervisord answers")
+
+    def _answers(self) -> bool:
+        try:
+            return bool(self.supervisor.call("getPID"))
+        except OSError:
+            return False
 
     def stop(self) -> None:
         """``supervisorctl shutdown`` and its end."""
@@ -258,6 +266,14 @@ def _connects(port: int) -> bool:
     except OSError:
         return False
     return True
+
+
+async def ask_proxyd(node: Supervised, request: Message) -> Message:
+    client = BusClient("proxyd", node.paths)
+    try:
+        return await client.request(request)
+    finally:
+        client.close()
 
 
 class Stream(threading.Thread):

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.codec import Message
-from shared.io.bus import BusClient
 from shared.io.keys_file import create_key, revoke_key
 from shared.messages.common import ConfigReloaded, ReloadConfig
-from tests.proxyd.supervised import Supervised, supervised
+from tests.proxyd.supervised import Supervised, ask_proxyd, supervised
 from tests.waiting import run_async, wait_until
 
 
@@ -27,14 +25,6 @@ def status_text(node: Supervised) -> str:
         return node.get("/api/mesh/status", port="console")[1].decode()
     except (OSError, KeyError):
         return ""
-
-
-async def ask_proxyd(node: Supervised, request: Message) -> Message:
-    client = BusClient("proxyd", node.paths)
-    try:
-        return await client.request(request)
-    finally:
-        client.close()
 
 
 def test_a_public_bind_without_keys_is_refused_and_opens_with_the_first_key(mesh_home: Path) -> None:
