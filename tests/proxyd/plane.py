@@ -2,6 +2,7 @@
 
 Engines are given by their address. The launcherd here keeps no engines: it is a bus server that speaks the lease
 protocol for models the test declares ready, so that a test can also make it refuse, recall, revoke or fall silent.
+With ``own_launcherd`` false there is none: the test runs the real daemon for the same home, and its word is mirrored.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from services.proxyd.requests_log import RequestRecord, RequestsLog
 from shared.codec import Message
 from shared.config import ApiSection
 from shared.errors import DaemonUnreachable, RequestRefused
-from shared.ids import HolderId, ModelName, PeerId, RequestId, SlotId
-from shared.io.bus import BusClient, BusServer
+from shared.ids import BootId, HolderId, ModelName, PeerId, RequestId, SlotId
+from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.drive import Tasks
 from shared.messages.common import Done, StoryEntry
 from shared.messages.leases import (
@@ -182,11 +183,20 @@ class Plane:
     app: InferenceApp
     leases: LeaseClient
 
-    def __init__(self, paths: NodePaths, config: ApiSection, queue_limit: int, launcherd: GrantingLauncherd) -> None:
+    def __init__(
+        self,
+        paths: NodePaths,
+        config: ApiSection,
+        queue_limit: int,
+        launcherd: GrantingLauncherd,
+        own_launcherd: bool = True,
+    ) -> None:
         self.paths = paths
         self.config = config
         self.queue_limit = queue_limit
         self.launcherd = launcherd
+        self.own_launcherd = own_launcherd
+        self.unserved: list[ModelName] = []
         self.view = MeshView()
         self.log = RequestsLog()
         self.metrics = RecordingMetrics()
@@ -271,16 +281,23 @@ class Plane:
 
     async def _serve(self) -> None:
         tasks = Tasks()
-        server = BusServer("launcherd", self.paths, self.launcherd, self.launcherd.handle, tasks)
-        server.start()
+        server = None
+        if self.own_launcherd:
+            server = BusServer("launcherd", self.paths, self.launcherd, self.launcherd.handle, tasks)
+            server.start()
         client = BusClient("launcherd", self.paths)
         self.leases = LeaseClient(
             client, tasks, HolderId("holder-1"),
             queue_limit=self.queue_limit, wait_seconds=self.config.request_wait_seconds,
         )  # fmt: skip
         self.view.apply(TunnelChanged(peer_id=SELF, port=1, addresses=()))
-        self.view.apply(InventoryChanged(models=()))
         self.view.apply(CatalogChanged(models=()))
+        mirror = None
+        if self.own_launcherd:
+            self.view.apply(InventoryChanged(models=()))
+        else:
+            mirror = Mirror("launcherd", self.paths, self._snapshot, self._publication, self._new_boot)
+            mirror.start(tasks)
         self.app = InferenceApp(
             view=self.view,
             leases=self.leases,
@@ -291,6 +308,7 @@ class Plane:
             requests_log=self.log,
             metrics=self.metrics,
             idle=lambda: self.is_idle,
+            unserved=self.unserved.append,
         )
         service = HttpService("api", self.app, InferenceProtocol)
         import socket
@@ -304,12 +322,25 @@ class Plane:
         self.app.close()
         await tasks.cancel()
         client.close()
-        server.close()
+        for part in (server, mirror):
+            if part is not None:
+                part.close()
         # Cancelled readers of closed sockets must finish inside their loop.
         rest = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
+
+    def _snapshot(self, messages: list[Message]) -> None:
+        self.view.replace("launcherd", messages)
+        self.leases.on_snapshot(messages)
+
+    def _publication(self, message: Message) -> None:
+        self.view.apply(message)
+        self.leases.on_message(message)
+
+    def _new_boot(self, _boot: BootId) -> None:
+        self.leases.on_new_boot()
 
     async def _place(self, model: ModelName) -> ModelPlaced:
         self.placements.append(model)
@@ -334,11 +365,13 @@ def local_model(name: str, type: ModelType = "llm", size: int = 1000) -> LocalMo
 
 
 @contextmanager
-def running_plane(home: Path, *, queue_limit: int = 64, parallel: int = 4, **config: Any) -> Iterator[Plane]:
+def running_plane(
+    home: Path, *, queue_limit: int = 64, parallel: int = 4, own_launcherd: bool = True, **config: Any
+) -> Iterator[Plane]:
     """An inference port with no models yet."""
     paths = NodePaths(home)
     paths.prepare()
-    plane = Plane(paths, ApiSection(port=0, **config), queue_limit, GrantingLauncherd(parallel=parallel))
+    plane = Plane(paths, ApiSection(port=0, **config), queue_limit, GrantingLauncherd(parallel=parallel), own_launcherd)
     plane.start()
     try:
         yield plane

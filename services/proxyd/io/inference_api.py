@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 from services.proxyd.headers import read_headers
@@ -41,7 +42,7 @@ from services.proxyd.routes import (
     find_route,
 )
 from shared.config import ApiSection
-from shared.ids import RequestId
+from shared.ids import ModelName, RequestId
 from shared.version import VERSION
 
 SWEEP_SECONDS = 0.1
@@ -62,12 +63,16 @@ class InferenceApp:
         requests_log: RequestsLog,
         metrics: MetricsSink,
         idle: Idle,
+        unserved: Callable[[ModelName], None] = lambda _model: None,
     ) -> None:
+        """``unserved`` is told of each request for an existing model that ended without any engine having had it:
+        launcherd counts the others (DESIGN §5, demand)."""
         self._view = view
         self._access = access
         self._log = requests_log
         self._metrics = metrics
         self._idle = idle
+        self._unserved = unserved
         self._pool = UpstreamPool()
         self._plane = DataPlane(
             view=view,
@@ -152,6 +157,12 @@ class InferenceApp:
             self._metrics.active(-1)
             self._log.finish(record)
             self._metrics.observe(record)
+            if not record.attempts and record.model is not None and record.status != 429:
+                self._count_unserved(record.model)
+
+    def _count_unserved(self, model: ModelName) -> None:
+        if self._view.model(model) is not None:
+            self._unserved(model)
 
     def _request_id(self, given: bytes) -> RequestId:
         if given:
