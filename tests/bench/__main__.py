@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ DESCRIPTIONS = {
     "node.idle": "memory and processor time of an idle node",
     "node.restart": "the longest wait of a request while proxyd restarts under load",
 }
+BUSY_LOAD = 0.3
 PARTS = {"proxy": proxy.PARTS, "node": node.PARTS}
 
 
@@ -50,6 +52,14 @@ def systems_of(text: str | None) -> list[str]:
         if name not in SYSTEMS:
             raise click.BadParameter(f"no system is called {name!r}; there are: {', '.join(SYSTEMS)}")
     return [name for name in SYSTEMS if name == "direct" or name in names]
+
+
+def machine() -> Figure:
+    """How busy the machine was before the run: the load of the last minute per core."""
+    cores = os.cpu_count() or 1
+    load = os.getloadavg()[0] / cores
+    why = "busy: trust ratios and differences, not rates" if load > BUSY_LOAD else ""
+    return Figure(name="machine.load", unit="/core", value=load, why=f"{cores} cores; {why}".rstrip("; "))
 
 
 def _say(text: str) -> None:
@@ -82,7 +92,7 @@ def main(names: tuple[str, ...], want_json: bool, systems: str | None, rounds: i
         return
     parts, compared = parts_of(names), systems_of(systems)
     signal.signal(signal.SIGTERM, _on_terminate)
-    figures: list[Figure] = []
+    figures: list[Figure] = [machine()]
     try:
         if parts["proxy"]:
             figures += proxy.run(proxy.Plan(parts=parts["proxy"], systems=compared, rounds=rounds), _say)

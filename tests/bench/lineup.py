@@ -17,7 +17,8 @@ from tests.bench import mesh, peers
 from tests.bench.children import BenchError, Child, LoadClient, cpu_seconds, free_port, wait_for_answer
 from tests.bench.mesh import EngineKind
 
-SYSTEMS = ("direct", *peers.NAMES, "proxyd")
+SYSTEMS = ("direct", "proxyd", *peers.NAMES)
+"""In the order of a round: what is compared most stands next to each other."""
 Say = Callable[[str], None]
 ENGINE_START_SECONDS = 60.0
 
@@ -60,6 +61,10 @@ class Lineup:
 
     def named(self, name: str) -> System | None:
         return next((system for system in self.systems if system.name == name), None)
+
+    def in_order(self, round_number: int) -> list[System]:
+        """The systems in the order of this round: every other round goes backwards, so that drift cancels out."""
+        return self.systems[::-1] if round_number % 2 else self.systems
 
     def measure(self, system: System, **command: Any) -> dict[str, Any]:
         """One command of the load client through the system."""

@@ -7,6 +7,7 @@ Parts: `start` (from supervisord's start to the first answer of the API), `idle`
 from __future__ import annotations
 
 import contextlib
+import json
 import shutil
 import subprocess
 import sys
@@ -210,7 +211,7 @@ class _Seen:
 
 
 def restart(say: Say) -> Iterator[Figure]:
-    """Clients that open a connection for each request, while `meshctl restart proxyd` runs three times."""
+    """Clients that open a connection for each request, half streaming, while proxyd is restarted three times."""
     with _folder() as home:
         node = mesh.serving_node(home, "stand-in", "stand-in")
         say("starting a node with the stand-in engine")
@@ -219,7 +220,10 @@ def restart(say: Say) -> Iterator[Figure]:
             node.await_model("stand-in")
             port = node.api_port()
             seen, stop = _Seen(), threading.Event()
-            clients = [threading.Thread(target=_ask, args=(port, seen, stop), daemon=True) for _ in range(CLIENTS)]
+            clients = [
+                threading.Thread(target=_ask, args=(port, number % 2 == 1, seen, stop), daemon=True)
+                for number in range(CLIENTS)
+            ]
             for client in clients:
                 client.start()
             try:
@@ -261,14 +265,18 @@ def _proxyd_pid(node: mesh.Node) -> int:
     raise mesh.NoNode("the node tells no pid of proxyd")
 
 
-def _ask(port: int, seen: _Seen, stop: threading.Event) -> None:
-    body = b'{"model":"stand-in","messages":[{"role":"user","content":"hi"}],"max_tokens":1}'
+def _ask(port: int, streaming: bool, seen: _Seen, stop: threading.Event) -> None:
+    """Requests one after another, each on a connection of its own and read to its end."""
+    content = [{"role": "user", "content": "hi"}]
+    body = json.dumps({"model": "stand-in", "messages": content, "max_tokens": 32, "stream": streaming}).encode()
     while not stop.is_set():
         began, failure = time.perf_counter(), ""
         try:
             status, answer = http_post(port, "/v1/chat/completions", body, [("Content-Type", "application/json")])
             if status != 200:
                 failure = f"status {status} {answer[:100]!r}"
+            elif streaming and b"data: [DONE]" not in answer:
+                failure = f"a stream ended early, after {len(answer)} bytes"
         except OSError as error:
             failure = f"{type(error).__name__}: {error}"
         seen.add(time.perf_counter() - began, failure)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.bench import peers
 from tests.bench.bodies import body_figures
@@ -28,11 +28,22 @@ from tests.bench.lineup import Lineup, Say, System, lineup
 PARTS = ("latency", "requests", "streams", "bodies", "engine")
 STAND_IN_PARTS = ("latency", "requests", "streams", "bodies")
 
-LATENCY_ROUNDS, LATENCY_REQUESTS, LATENCY_LIMIT_SECONDS = 20, 100, 40.0
-ANY_CORE_ROUNDS, ANY_CORE_LIMIT_SECONDS = 7, 15.0
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of a latency is measured: rounds, requests in each, and when to stop beginning rounds."""
+
+    rounds: int
+    requests: int
+    limit_seconds: float
+
+
+LATENCY = Size(20, 100, 40.0)
+ANY_CORE_LATENCY = Size(7, 100, 15.0)
+ENGINE_LATENCY = Size(15, 40, 30.0)
 RATE_ROUNDS, RATE_SECONDS, RATE_LIMIT_SECONDS = 7, 0.7, 50.0
 STALL_SECONDS, STREAM_LIMIT_SECONDS = 0.4, 70.0
-ENGINE_LATENCY_ROUNDS, ENGINE_LATENCY_REQUESTS, ENGINE_LATENCY_LIMIT_SECONDS = 15, 40, 30.0
 ENGINE_STREAM_ROUNDS, ENGINE_STREAM_SECONDS, ENGINE_STREAM_LIMIT_SECONDS = 4, 2.0, 90.0
 LEAST_ROUNDS = 2
 """Done even where a limit has passed; the limits add up to less than six minutes with both starts."""
@@ -67,7 +78,7 @@ def run(plan: Plan, say: Say) -> list[Figure]:
         with lineup("stand-in", plan.systems, say) as running:
             figures += _about(running, "fast")
             if "latency" in fast:
-                figures += latency(running, plan, say, "fast")
+                figures += latency(running, plan, say)
             if "requests" in fast:
                 figures += requests(running, plan, say)
             if "streams" in fast:
@@ -78,7 +89,7 @@ def run(plan: Plan, say: Say) -> list[Figure]:
     if "engine" in plan.parts:
         with lineup("real", plan.systems, say) as running:
             figures += _about(running, "engine")
-            figures += latency(running, plan, say, "engine")
+            figures += engine_latency(running, plan, say)
             figures += engine_streams(running, plan, say)
     return figures
 
@@ -148,53 +159,50 @@ def _proxyd_always(rounds: Rounds, wanted: Sequence[str]) -> list[str]:
     return others if "proxyd" in others or "proxyd" not in wanted else [*others, "proxyd"]
 
 
-def latency(running: Lineup, plan: Plan, say: Say, stage: str) -> list[Figure]:
-    """Milliseconds that each system adds to a request when only one is on its way (engine stage: of one token)."""
-    fast = stage == "fast"
-    rounds, pooled, requests_each = Rounds(running), _pools(running), LATENCY_REQUESTS
-    usual, limit_seconds = LATENCY_ROUNDS, LATENCY_LIMIT_SECONDS
-    if not fast:
-        requests_each = ENGINE_LATENCY_REQUESTS
-        usual, limit_seconds = ENGINE_LATENCY_ROUNDS, ENGINE_LATENCY_LIMIT_SECONDS
+def latency(running: Lineup, plan: Plan, say: Say) -> list[Figure]:
+    """Milliseconds that each system adds to a request when only one is on its way, against the stand-in."""
     with running.separate_cores() as pinned:
-        for _ in plan.each_round(usual, limit_seconds, say, f"{stage} latency"):
-            for system in running.systems:
-                answer = rounds.measure(system, op="latency", requests=requests_each, limit_seconds=60)
-                if answer is not None:
-                    sample = _milliseconds(answer["latencies_us"])
-                    rounds.add(system, median(sample))
-                    pooled[system.name] += sample
-    how = "client and engine on one core, the proxy on the other" if pinned else ""
-    figures = [figure_of_rounds(f"{stage}.c1.p50.direct", "ms", rounds.whole("direct"), why=how)]
-    target = Target("<=", 0.25 if fast else 0.35)
-    for name in _proxyd_always(rounds, plan.systems):
-        figures.append(
-            _compared(
-                rounds, f"{stage}.c1.added_p50.{name}", "ms", name, "direct", _ours(name, target), ratio=False
-            )
-        )
-    if fast:
-        for peer in ("sglang-router", "litellm"):
-            figures.append(_added_against(rounds, f"{stage}.c1.added_p50.proxyd/{peer}", peer))
-    for name in rounds.others():
-        if rounds.whole(name) and rounds.whole("direct"):
-            added = percentile(pooled[name], 99) - percentile(pooled["direct"], 99)
-            figures.append(Figure(name=f"{stage}.c1.added_p99.{name}", unit="ms", value=added))
-    return figures + (_unpinned(running, plan, say) if fast and pinned else [])
+        figures = _added(running, plan, say, "fast.c1", LATENCY, Target("<=", 0.25), against_peers=True)
+    if not pinned:
+        return figures
+    how = "client and engine on one core, the proxy on the other"
+    free = _added(running, plan, say, "fast.c1.any_core", ANY_CORE_LATENCY, None)
+    return [replace(figures[0], why=how), *figures[1:], *free]
 
 
-def _unpinned(running: Lineup, plan: Plan, say: Say) -> list[Figure]:
-    """The same with the scheduler free to choose cores; for information."""
-    rounds = Rounds(running)
-    for _ in plan.each_round(ANY_CORE_ROUNDS, ANY_CORE_LIMIT_SECONDS, say, "fast latency, any core"):
-        for system in running.systems:
-            answer = rounds.measure(system, op="latency", requests=LATENCY_REQUESTS, limit_seconds=60)
+def engine_latency(running: Lineup, plan: Plan, say: Say) -> list[Figure]:
+    """The same for one token of a real engine. It works on several cores itself, so nothing is pinned."""
+    return _added(running, plan, say, "engine.c1", ENGINE_LATENCY, Target("<=", 0.35))
+
+
+def _added(
+    running: Lineup, plan: Plan, say: Say, stage: str, size: Size, target: Target | None, *, against_peers: bool = False
+) -> list[Figure]:
+    """Median and 99th percentile of each round, less those of direct in the same round."""
+    p50, p99 = Rounds(running), Rounds(running)
+    for number in plan.each_round(size.rounds, size.limit_seconds, say, f"{stage} latency"):
+        for system in running.in_order(number):
+            answer = p50.measure(system, op="latency", requests=size.requests, limit_seconds=60)
             if answer is not None:
-                rounds.add(system, median(_milliseconds(answer["latencies_us"])))
-    return [
-        _compared(rounds, f"fast.c1.any_core.added_p50.{name}", "ms", name, "direct", None, ratio=False)
-        for name in rounds.others()
+                sample = _milliseconds(answer["latencies_us"])
+                p50.add(system, median(sample))
+                p99.add(system, percentile(sample, 99))
+    figures = [figure_of_rounds(f"{stage}.p50.direct", "ms", p50.whole("direct"))]
+    names = _proxyd_always(p50, plan.systems)
+    figures += [
+        _compared(p50, f"{stage}.added_p50.{name}", "ms", name, "direct", _ours(name, target), ratio=False)
+        for name in names
     ]
+    if against_peers:
+        figures += [
+            _added_against(p50, f"{stage}.added_p50.proxyd/{peer}", peer) for peer in ("sglang-router", "litellm")
+        ]
+    if target is not None:
+        p99.faults = p50.faults
+        figures += [
+            _compared(p99, f"{stage}.added_p99.{name}", "ms", name, "direct", None, ratio=False) for name in names
+        ]
+    return figures
 
 
 def _added_against(rounds: Rounds, figure: str, peer: str) -> Figure:
@@ -210,8 +218,8 @@ def _added_against(rounds: Rounds, figure: str, peer: str) -> Figure:
 def requests(running: Lineup, plan: Plan, say: Say) -> list[Figure]:
     """Requests per second with 16 at a time, and the processor time each costs."""
     rounds, spent = Rounds(running), _pools(running)
-    for _ in plan.each_round(RATE_ROUNDS, RATE_LIMIT_SECONDS, say, f"requests, {CONCURRENCY} at a time"):
-        for system in running.systems:
+    for number in plan.each_round(RATE_ROUNDS, RATE_LIMIT_SECONDS, say, f"requests, {CONCURRENCY} at a time"):
+        for system in running.in_order(number):
             before = system.cpu_seconds()
             answer = rounds.measure(system, op="rate", concurrency=CONCURRENCY, seconds=RATE_SECONDS)
             if answer is not None:
@@ -241,8 +249,8 @@ def streams(running: Lineup, plan: Plan, say: Say) -> list[Figure]:
     """32-token streams per second with 16 at a time, and how long a stream ever waits for bytes, alone and of 16."""
     rounds, alone, among = Rounds(running), Rounds(running), Rounds(running)
     common: Mapping[str, object] = {"op": "rate", "stream": True, "expect_tokens": STREAM_TOKENS}
-    for _ in plan.each_round(RATE_ROUNDS, STREAM_LIMIT_SECONDS, say, f"streams, {CONCURRENCY} at a time"):
-        for system in running.systems:
+    for number in plan.each_round(RATE_ROUNDS, STREAM_LIMIT_SECONDS, say, f"streams, {CONCURRENCY} at a time"):
+        for system in running.in_order(number):
             answer = rounds.measure(system, concurrency=CONCURRENCY, seconds=RATE_SECONDS, warm=3, **common)
             if answer is not None:
                 tokens = _number(answer["tokens"])
@@ -270,8 +278,8 @@ def engine_streams(running: Lineup, plan: Plan, say: Say) -> list[Figure]:
     """Tokens per second of a real engine with 64 streams."""
     rounds = Rounds(running)
     what = f"engine, {ENGINE_STREAMS} streams"
-    for _ in plan.each_round(ENGINE_STREAM_ROUNDS, ENGINE_STREAM_LIMIT_SECONDS, say, what):
-        for system in running.systems:
+    for number in plan.each_round(ENGINE_STREAM_ROUNDS, ENGINE_STREAM_LIMIT_SECONDS, say, what):
+        for system in running.in_order(number):
             answer = rounds.measure(
                 system,
                 op="rate",
@@ -306,7 +314,7 @@ def _pools(running: Lineup) -> dict[str, list[float]]:
     return {system.name: [] for system in running.systems}
 
 
-def _ours(name: str, target: Target) -> Target | None:
+def _ours(name: str, target: Target | None) -> Target | None:
     return target if name == "proxyd" else None
 
 
