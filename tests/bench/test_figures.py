@@ -135,7 +135,7 @@ def test_names_choose_parts() -> None:
 
 
 def test_direct_is_always_compared() -> None:
-    assert systems_of("proxyd, nginx") == ["direct", "nginx", "proxyd"]
+    assert systems_of("nginx, proxyd") == ["direct", "proxyd", "nginx"]
     assert systems_of(None)[0] == "direct"
     with pytest.raises(click.BadParameter, match="haproxy"):
         systems_of("haproxy")
