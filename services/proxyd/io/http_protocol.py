@@ -178,15 +178,23 @@ def client_presence(client: tuple[str, int] | None, server: tuple[str, int | Non
         return "unknown"
     if not client_address.is_loopback and client_address != server_address:
         return "unknown"
-    table = _socket_table()
+    pairs = [
+        f" {table_address(client_address, client[1], form)} {table_address(server_address, server[1], form)} "
+        for form in (False, True)
+    ]
+    # A table read a moment ago may lack a new connection, or show an old one between the same ports.
+    presence = _presence_in(_socket_table(TABLE_SECONDS), pairs)
+    return _presence_in(_socket_table(0.0), pairs) if presence == "gone" else presence
+
+
+def _presence_in(table: str, pairs: list[str]) -> Presence:
     if not table:
         return "unknown"
-    for form in (False, True):
-        pair = f" {table_address(client_address, client[1], form)} {table_address(server_address, server[1], form)} "
+    for pair in pairs:
         at = table.find(pair)
         if at >= 0:
-            columns = table[at:].split(None, 10)
-            return "gone" if columns[8] == "0" else "present"
+            # local remote state queues timer retransmits uid timeout inode: no inode, no process.
+            return "gone" if table[at:].split(None, 9)[8] == "0" else "present"
     return "gone"
 
 
@@ -199,10 +207,10 @@ def table_address(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: 
     return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words) + f":{port:04X}"
 
 
-def _socket_table() -> str:
+def _socket_table(max_age_seconds: float) -> str:
     global _table
     now = time.monotonic()
-    if now - _table[0] > TABLE_SECONDS:
+    if now - _table[0] >= max_age_seconds:
         text = ""
         for name in ("/proc/net/tcp", "/proc/net/tcp6"):
             try:
