@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
 import signal
 import subprocess
 import tomllib
@@ -54,6 +55,27 @@ def node() -> Iterator[StartedNode]:
             node.down()
 
 
+def pids(node: Node) -> dict[str, int]:
+    return {daemon["name"]: daemon["pid"] for daemon in node.status()["daemons"]}
+
+
+def on_a_terminal(node: Node, words: list[str], typed: str) -> str:
+    """What the command prints on a terminal while a person types ``typed``; control sequences and all."""
+    master, slave = pty.openpty()
+    command = [str(REPOSITORY / "bin" / "meshctl"), *words]
+    environment = {**node.env(), "TERM": "xterm-256color", "COLUMNS": "100"}
+    with subprocess.Popen(command, env=environment, stdin=slave, stdout=slave, stderr=slave, close_fds=True) as ran:
+        os.close(slave)
+        os.write(master, typed.encode())
+        said = b""
+        with contextlib.suppress(OSError):  # Linux ends a terminal without writers with EIO.
+            while piece := os.read(master, 65_536):
+                said += piece
+        os.close(master)
+        assert ran.wait(60) == 0, said
+    return said.decode()
+
+
 def runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
@@ -87,13 +109,13 @@ def test_up_keeps_what_the_owner_wrote(node: Node) -> None:
 
 
 def test_up_again_changes_nothing_and_a_changed_option_is_applied_without_a_restart(node: Node) -> None:
-    pids = {name: node.pid(name) for name in DAEMONS}
+    before = pids(node)
     again = node.meshctl("up")
     assert "up already" in again.stderr
     changed = json.loads(node.meshctl("up", "--max-loaded-models", "3", "--json").stdout)
     assert changed["already_running"]
     assert changed["changed"] == ["models.max_loaded_models"]
-    assert {name: node.pid(name) for name in DAEMONS} == pids
+    assert pids(node) == before
 
 
 def test_status_has_everything_a_script_needs(node: Node) -> None:
@@ -163,10 +185,10 @@ def test_a_stopped_daemon_is_shown_with_the_reason(node: Node) -> None:
 
 
 def test_restart_of_one_daemon_leaves_the_others_alone(node: Node) -> None:
-    before = {name: node.pid(name) for name in DAEMONS}
+    before = pids(node)
     rows = json.loads(node.meshctl("restart", "launcherd", "--json").stdout)
     assert rows[0]["old_pid"] == before["launcherd"] != rows[0]["pid"]
-    after = {name: node.pid(name) for name in DAEMONS}
+    after = pids(node)
     assert {name for name in DAEMONS if before[name] != after[name]} == {"launcherd"}
     wait_for(lambda: node.status()["overall"] == "ready", 20, "ready again")
 
@@ -201,6 +223,17 @@ def test_load_of_a_broken_file(node: Node) -> None:
     ran = node.meshctl("load", "broken", check=False)
     assert ran.returncode == 1
     assert "broken" in ran.stderr
+
+
+def test_load_of_a_file_that_is_gone(node: Node) -> None:
+    path = tiny_models.write_llm(node.home / "mine" / "vanishing.gguf", seed=3, name="vanishing")
+    node.meshctl("models", "list", "--rescan")
+    wait_for(lambda: "vanishing" in {model["name"] for model in node.status()["models"]}, 10, "the model is known")
+    path.unlink()
+    ran = node.meshctl("load", "vanishing", check=False)
+    assert ran.returncode == 1
+    assert "vanishing" in ran.stderr
+    assert MODEL in {model["name"] for model in json.loads(node.meshctl("ps", "--json").stdout)}, "nothing was evicted"
 
 
 def test_models_list_and_show(node: Node) -> None:
@@ -257,6 +290,17 @@ def test_chat_reads_a_pipe_and_speaks_json(node: Node) -> None:
 def test_quickstart_asks_what_the_guide_knows() -> None:
     question, _ = guide_answer("add-model")
     assert f'question="{question}"' in (REPOSITORY / "bin" / "quickstart").read_text()
+
+
+def test_a_conversation_on_a_terminal(node: Node) -> None:
+    question, answer = guide_answer("hello")
+    said = on_a_terminal(node, ["chat", GUIDE, "--temperature", "0"], f"{question}\n/reset\n{question}\n/exit\n")
+    assert said.count(answer) == 2
+    assert "/exit" in said
+
+
+def test_the_screen_has_colour_on_a_terminal(node: Node) -> None:
+    assert "\x1b[32m" in on_a_terminal(node, ["status"], "")
 
 
 def test_run_loads_and_answers(node: Node) -> None:
@@ -381,6 +425,22 @@ def test_down_sweeps_after_supervisord_and_launcherd_were_killed() -> None:
         except BaseException:
             print(node.logs())
             raise
+
+
+def test_without_an_engine_the_node_runs_and_says_how_to_get_one() -> None:
+    with private_home() as home:
+        node = Node(home, environment={"MESH_ENGINE": "/nonexistent/llama-server"})
+        try:
+            started = node.meshctl("up")
+            assert "/nonexistent/llama-server does not exist" in started.stderr
+            assert "pip install xllamacpp" in started.stderr
+            wait_for(lambda: node.status()["node"]["engine_reason"], 10, "launcherd says it has no engine")
+            assert any("no engine" in hint for hint in node.status()["hints"])
+            ran = node.meshctl("load", GUIDE, check=False)
+            assert ran.returncode == 1
+            assert "/nonexistent/llama-server" in ran.stderr
+        finally:
+            node.down()
 
 
 def test_a_daemon_that_cannot_start_is_explained_by_up() -> None:
