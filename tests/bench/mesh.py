@@ -27,6 +27,9 @@ from tests.bench.children import BenchError, plain_environment
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 GUIDE_MODEL = REPOSITORY / "docs" / "guide" / "meshd-guide.gguf"
+MESHCTL = REPOSITORY / "bin" / "meshctl"
+_GUARD = 'cat >/dev/null; "$0" down; rm -rf "$1"'
+"""A shell that waits for the end of its input, which is the end of the bench."""
 COMMAND_LIMIT_SECONDS = 120.0
 MODEL_LIMIT_SECONDS = 60.0
 POLL_SECONDS = 0.05
@@ -81,13 +84,13 @@ class Node:
         kept = {n: v for n, v in plain_environment().items() if not n.startswith(("MESH_", "SUPERVISOR_", "LLAMA_"))}
         ports = {"MESH_API_PORT": "0", "MESH_CONSOLE_PORT": "0", "MESH_PORT": "0", "MESH_HOST": "127.0.0.1"}
         self.environment = {**kept, **ports, "MESH_HOME": str(home), **environment}
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def meshctl(self, *arguments: str) -> str:
         """Standard output of `bin/meshctl`. Raises: NoNode with what it said."""
-        program = REPOSITORY / "bin" / "meshctl"
         try:
             done = subprocess.run(
-                [str(program), *arguments],
+                [str(MESHCTL), *arguments],
                 env=self.environment,
                 capture_output=True,
                 text=True,
@@ -102,6 +105,15 @@ class Node:
 
     def up(self) -> None:
         """Starts it and returns when it answers. Raises: NoNode, with nothing left running."""
+        # Daemons outlive whoever ran meshctl: this shell stops them should the bench be killed.
+        self._guard = subprocess.Popen(
+            ["/bin/sh", "-c", _GUARD, str(MESHCTL), str(self.home)],
+            env=self.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         try:
             self.meshctl("up", "--json")
         except NoNode:
@@ -164,6 +176,10 @@ class Node:
             self.meshctl("down", "--json")
         except NoNode as error:
             raise BenchError(str(error)) from error
+        finally:
+            if self._guard is not None:
+                self._guard.kill()
+                self._guard.communicate()
 
 
 def _last_words(said: str) -> str:
