@@ -6,6 +6,7 @@ kernel, and the port is known, ours and checked before the first peer is invited
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 from dataclasses import dataclass
@@ -44,20 +45,26 @@ def bind_mesh_port(host: str, port: int, remembered: Path) -> MeshPort:
                 f"mesh port {port} (UDP and TCP on {host}) cannot be bound: {error.strerror or error}. "
                 f"'ss -lnptu sport = :{port}' shows who has it; set another one with MESH_PORT or mesh.port"
             ) from error
-    try:
-        candidates = [int(remembered.read_text())]
-    except (OSError, ValueError):
-        candidates = []
-    for candidate in [*candidates, *([0] * ATTEMPTS)]:
+    for candidate in [*_remembered(remembered), *([0] * ATTEMPTS)]:
         try:
             bound = _bind(host, candidate)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise StateError(f"cannot bind a mesh port on {host}: {error.strerror or error}") from error
             continue
-        remembered.write_text(str(bound.port))
+        # A full disk costs only that the next start may get another number.
+        with contextlib.suppress(OSError):
+            remembered.write_text(str(bound.port))
         return bound
     raise StateError(f"found no port on {host} that is free for UDP and TCP in {ATTEMPTS} attempts")
+
+
+def _remembered(path: Path) -> list[int]:
+    try:
+        number = int(path.read_text())
+    except (OSError, ValueError):
+        return []
+    return [number] if 0 < number <= 65535 else []
 
 
 def _bind(host: str, port: int) -> MeshPort:
@@ -77,6 +84,8 @@ def _bind(host: str, port: int) -> MeshPort:
 
 def interface_addresses(host: str) -> tuple[str, ...]:
     """IP addresses a bind to ``host`` can be reached at."""
+    if host == "localhost":
+        return ("127.0.0.1",)
     if host not in ("0.0.0.0", "::"):
         return (host,)
     families = {socket.AF_INET} if host == "0.0.0.0" else {socket.AF_INET, socket.AF_INET6}
