@@ -56,11 +56,15 @@ def stop_kind() -> StopKind:
 class DaemonLock:
     """``flock`` on ``run/NAME.lock``, held for the life of the process.
 
-    Raises: AlreadyRunning when another process has it. A ZeroMQ bind would silently steal the socket instead.
+    Raises: AlreadyRunning when another process has it (a ZeroMQ bind would silently steal the socket instead),
+    StateError when the file cannot be used.
     """
 
     def __init__(self, path: Path, name: str) -> None:
-        self._file = open(path, "a+")  # noqa: SIM115 (held open until the process ends)
+        try:
+            self._file = open(path, "a+")  # noqa: SIM115 (held open until the process ends)
+        except OSError as error:
+            raise StateError(f"cannot open {path}: {error.strerror}; fix its permissions or remove it") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

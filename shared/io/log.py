@@ -36,8 +36,15 @@ def format_fields(fields: dict[str, Any]) -> str:
 def _write(level: str, event: str, fields: dict[str, Any]) -> None:
     now = datetime.datetime.now(datetime.UTC)
     stamp = now.strftime("%Y-%m-%dT%H:%M:%S.") + f"{now.microsecond // 1000:03d}Z"
+    _put(f"{stamp} {level} {format_fields({'event': event, **fields})}\n")
+
+
+def _put(line: str) -> None:
     try:
-        _stream.write(f"{stamp} {level} {format_fields({'event': event, **fields})}\n")
+        try:
+            _stream.write(line)
+        except UnicodeEncodeError:
+            _stream.write(line.encode("ascii", "backslashreplace").decode())
         _stream.flush()
     except (OSError, ValueError):
         # A full disk or a vanished supervisord must not take the daemon down with its log.
@@ -58,7 +65,7 @@ def error(event: str, **fields: Any) -> None:
 
 def ready(daemon: str, **fields: Any) -> None:
     """The bare line ``NAME ready`` that scripts wait for, and the same as a log line."""
-    _stream.write(f"{daemon} ready\n")
+    _put(f"{daemon} ready\n")
     info("ready", daemon=daemon, **fields)
 
 
