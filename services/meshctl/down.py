@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import xmlrpc.client
 
@@ -72,6 +73,9 @@ def _shut_down(node: Node, found: Supervised) -> None:
     def gone() -> bool | None:
         if not psutil.pid_exists(found.pid) or _is_zombie(found.pid):
             return True
+        # supervisord looks after its children once a second, or when somebody talks to it.
+        with contextlib.suppress(OSError, xmlrpc.client.Error):
+            found.supervisor.call("getPID")
         alive = [item.name for item in locked_daemons(node.paths)]
         waiting.show(f"Stopping {', '.join(alive) or 'supervisord'} …", time.monotonic() - started)
         return None

@@ -6,10 +6,13 @@ import contextlib
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -20,6 +23,7 @@ from shared.version import VERSION
 from tests.engines import tiny_models
 from tests.processes.node import Node, private_home, processes_of, wait_for
 
+BINARIES = Path(sys.executable).parent
 MODEL, OTHER, GUIDE = "tiny-a", "tiny-b", "meshd-guide"
 CONFIG = """\
 # kept by its owner
@@ -170,7 +174,7 @@ def test_a_killed_daemon_is_shown_and_then_healed(node: Node) -> None:
 
 
 def test_a_stopped_daemon_is_shown_with_the_reason(node: Node) -> None:
-    supervisorctl = [str(REPOSITORY / ".venv/bin/supervisorctl"), "-c", str(node.home / "supervisord.conf")]
+    supervisorctl = [str(BINARIES / "supervisorctl"), "-c", str(node.home / "supervisord.conf")]
     subprocess.run([*supervisorctl, "stop", "electiond"], check=True, capture_output=True, timeout=30)
     try:
         status = node.status()
@@ -425,6 +429,28 @@ def test_down_sweeps_after_supervisord_and_launcherd_were_killed() -> None:
         except BaseException:
             print(node.logs())
             raise
+
+
+def test_an_idle_node_says_so_and_a_load_makes_it_serve() -> None:
+    with private_home() as home:
+        node = Node(home)
+        try:
+            node.up()
+            node.down()
+            (home / "mesh.toml").unlink()
+            shutil.rmtree(home / "state")
+            supervisord = [str(BINARIES / "supervisord"), "-c", str(home / "supervisord.conf")]
+            subprocess.run(supervisord, env=node.env(), cwd=home, check=True, capture_output=True, timeout=30)
+            wait_for(lambda: node.meshctl("status", check=False).returncode == 0 and node.healed(), 20, "it is up")
+            status = wait_for(lambda: (said := node.status())["overall"] == "idle" and said, 10, "it is idle")
+            assert "mesh.toml" in status["summary"]
+            assert "meshctl up --model" in status["hints"][0]
+            ran = node.meshctl("load", GUIDE)
+            assert f"Wrote {home / 'mesh.toml'}" in ran.stderr
+            assert f"{GUIDE} is ready" in ran.stdout
+            wait_for(lambda: node.status()["overall"] == "ready", 10, "the node is idle no more")
+        finally:
+            node.down()
 
 
 def test_without_an_engine_the_node_runs_and_says_how_to_get_one() -> None:
