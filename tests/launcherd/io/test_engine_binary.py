@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable, Coroutine
 from importlib import util
@@ -117,23 +118,38 @@ def test_without_a_help_text_every_flag_is_believed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_engine_left")
-def test_a_model_is_served_by_a_llama_server_from_the_path(
-    run: Run, shim: Path, tiny: dict[str, ModelFile], small_options: EngineOptions, tmp_path: Path
+@pytest.mark.parametrize("model", ["tiny-llm", "tiny-parts", "tiny-embedding", "tiny-reranking"])
+@pytest.mark.parametrize("installed", [False, True])
+def test_models_are_served_by_a_llama_server_from_the_path(
+    run: Run,
+    shim: Path,
+    tiny: dict[str, ModelFile],
+    small_options: EngineOptions,
+    tmp_path: Path,
+    installed: bool,
+    model: str,
 ) -> None:
+    """By our stand-in for one, and by the real one where it is installed."""
+    if installed and shutil.which("llama-server") is None:
+        pytest.skip("no llama-server on the PATH")
+    path = dict(os.environ) if installed else environ(shim.parent)
+
     async def go() -> None:
-        engine = await asyncio.to_thread(find_engine, "", environ(shim.parent))
+        engine = await asyncio.to_thread(find_engine, "", path)
+        assert engine.kind == "llama-server"
         process, record = await launch_engine(
             engine,
-            tiny["tiny-llm"],
+            tiny[model],
             small_options,
             engine_id="one",
             records=EngineRecords(tmp_path / "engines"),
             log_path=tmp_path / "one.log",
-            environ=os.environ,
+            environ={**path, "LLAMA_ARG_PORT": "1"},
             ready_timeout_seconds=20,
         )
-        assert record.argv[0] == str(shim)
+        assert record.argv[0] == shutil.which("llama-server", path=path["PATH"])
         assert await process.probe(2)
+        assert await process.accepts_key(2)
         await process.stop()
 
     run(go())
