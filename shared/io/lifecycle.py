@@ -60,7 +60,8 @@ def run_to_end(name: str, work: Coroutine[Any, Any, None]) -> NoReturn:
         for line in traceback.format_exc().rstrip().splitlines():
             log.error("crash", daemon=name, line=line)
         raise SystemExit(1) from None
-    sys.stdout.flush()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()  # a pipe to a supervisord that is gone
     # Threads of libraries must not keep a stopped daemon alive.
     os._exit(0)
 
