@@ -468,7 +468,11 @@ def _overall(
     missing = [daemon for daemon in daemons if daemon.state != "running"]
     if len(missing) == len(daemons):
         return "down", "no daemon answers"
-    fresh = all(daemon.state in ("starting", "stopped", "silent") and not daemon.restarts for daemon in missing)
+    fresh = all(
+        (daemon.state in ("starting", "silent") or (daemon.state == "stopped" and daemon.down_seconds is None))
+        and not daemon.restarts
+        for daemon in missing
+    )
     if missing:
         who = ", ".join(f"{daemon.name} ({daemon.state})" for daemon in missing)
         young = all((daemon.uptime_seconds or 0) < 10 for daemon in daemons if daemon.state == "running")

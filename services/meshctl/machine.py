@@ -67,17 +67,20 @@ def bind_problem(port: Port) -> OSError | None:
 def port_owners(port: Port) -> list[psutil.Process]:
     """The processes that have it. Empty where the system does not tell (other users' processes)."""
     try:
-        connections = psutil.net_connections(kind=port.protocol)
+        connections = psutil.net_connections(kind="inet")
     except (psutil.Error, OSError):
         return []
-    pids = {
-        connection.pid
+    holding = [
+        (connection.type, connection.pid)
         for connection in connections
         if connection.laddr
         and connection.laddr.port == port.port
         and connection.pid
         and connection.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
-    }
+    ]
+    kind = socket.SOCK_STREAM if port.protocol == "tcp" else socket.SOCK_DGRAM
+    # A TCP socket that is bound and does not listen is in no list; whoever has the number for UDP has it too.
+    pids = {pid for type_, pid in holding if type_ == kind} or {pid for _, pid in holding}
     found = []
     for pid in sorted(pids):
         try:
@@ -100,7 +103,7 @@ def describe(process: psutil.Process) -> str:
             home = process.environ().get("MESH_HOME") or "~/.mesh"
         except (psutil.Error, OSError):
             home = "unknown"
-        return f"another meshd node: {module.rpartition('.')[2]}, pid {process.pid}, MESH_HOME={home}"
+        return f"another meshd node: {module.split('.')[1]}, pid {process.pid}, MESH_HOME={home}"
     return f"{name}, pid {process.pid}"
 
 

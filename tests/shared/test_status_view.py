@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from typing import Any
@@ -171,6 +172,21 @@ def test_a_running_process_that_does_not_answer_is_silent() -> None:
     said["gossipd"] = known["gossipd"] = None
     gossipd = build_status(said, known, rows()).daemons[0]
     assert (gossipd.state, gossipd.detail) == ("silent", "the process runs but does not answer on the bus")
+
+
+def test_just_after_the_start_it_is_starting_unless_somebody_stopped_a_daemon() -> None:
+    young = [
+        ProcessRow(name=name, state="starting" if name == "proxyd" else "running", pid=1, uptime_seconds=1, restarts=0)
+        for name in DAEMONS
+    ]
+    known = {name: dataclasses.replace(info, uptime_seconds=1.0) if info else None for name, info in infos().items()}
+    said = {**snapshots(), "proxyd": None}
+    known["proxyd"] = None
+    assert build_status(said, known, young).overall == "starting"
+    never = [dataclasses.replace(row, state="stopped") if row.name == "proxyd" else row for row in young]
+    assert build_status(said, known, never).overall == "starting"
+    stopped = [dataclasses.replace(row, down_seconds=1.0) if row.name == "proxyd" else row for row in never]
+    assert build_status(said, known, stopped).overall == "degraded"
 
 
 def test_an_idle_node_says_what_to_do() -> None:
