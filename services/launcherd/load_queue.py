@@ -25,6 +25,9 @@ class LoadQueue:
 
     def __init__(self, book: SlotBook) -> None:
         self._book = book
+        self._head: Slot | None = None
+        self._victims: tuple[SlotId, ...] = ()
+        self._blocked: list[SlotId] = []
 
     def drop_unwanted(self) -> None:
         """Queued loads that only a request or an assignment wanted, after that went away."""
@@ -52,14 +55,13 @@ class LoadQueue:
         """Bring the first load of the queue forward as far as it goes now."""
         book = self._book
         head = book.slots[book.loading] if book.loading else None
-        blocked: list[SlotId] = []
+        self._victims, self._blocked = (), []
         while head is None and book.device is not None:
-            found = self._first(book.device, blocked)
+            found = self._first(book.device)
             if found is None:
                 break
             slot, room = found
             if not room.start_now and book.in_grace():
-                slot.reason = "waits for running requests to be announced again after launcherd was restarted"
                 head = slot
                 break
             self._keep_all_but(room.victims)
@@ -67,22 +69,30 @@ class LoadQueue:
                 self._start(slot)
             elif self._displace(room.victims, slot):
                 continue
-            else:
-                slot.reason = self._waiting_words(room.victims)
+            self._victims = room.victims
             head = slot
         if head is None:
             self._keep_all_but(())
+        self._head = head
+
+    def describe(self) -> None:
+        """Say of each queued load what it waits for, after everything else was done."""
+        book, head = self._book, self._head
         for slot_id in book.queue:
             slot = book.slots[slot_id]
             if book.device is None:
                 slot.reason = "waits until this node's device is known"
-            elif head is not None and slot is not head and slot_id not in blocked:
+            elif slot is head and book.in_grace():
+                slot.reason = "waits for running requests to be announced again after launcherd was restarted"
+            elif slot is head:
+                slot.reason = self._waiting_words(self._victims)
+            elif head is not None and slot_id not in self._blocked:
                 slot.reason = f"waits behind {head.name} in the load queue"
 
-    def _first(self, device: DeviceMeasured, blocked: list[SlotId]) -> tuple[Slot, Room] | None:
-        """The first load that may have a place, with what has to go for it. Others stay queued, in `blocked`."""
+    def _first(self, device: DeviceMeasured) -> tuple[Slot, Room] | None:
+        """The first load that may have a place, with what has to go for it. Others stay queued, as blocked."""
         book = self._book
-        blocked.clear()
+        self._blocked.clear()
         for slot_id in list(book.queue):
             slot = book.slots[slot_id]
             if self._refused(slot, device):
@@ -91,7 +101,7 @@ class LoadQueue:
             if not room.blocked:
                 return slot, room
             slot.reason = f"waits, because {room.blocked}"
-            blocked.append(slot_id)
+            self._blocked.append(slot_id)
         return None
 
     def _refused(self, head: Slot, device: DeviceMeasured) -> bool:
@@ -154,9 +164,9 @@ class LoadQueue:
     def _waiting_words(self, victims: Iterable[SlotId]) -> str:
         book = self._book
         parts = []
-        for slot_id in victims:
-            slot = book.slots[slot_id]
-            ledger = book.leases.ledgers.get(slot_id)
+        leaving = [slot_id for slot_id, slot in book.slots.items() if slot.state in ("draining", "stopping")]
+        for slot in (book.slots[slot_id] for slot_id in victims or leaving if slot_id in book.slots):
+            ledger = book.leases.ledgers.get(slot.slot_id)
             busy = ledger.in_use if ledger is not None else 0
             if slot.state == "draining" and busy:
                 parts.append(f"for {slot.name} to finish {requests(busy)}")

@@ -65,7 +65,7 @@ class SlotBook:
         self._prefix = prefix
         self._slots_made = 0
         self._order = 0
-        self._inventory_stale = True
+        self._inventory_stale = False
         self._remembered: object = None
         self._memory_complete = memory.complete
 
@@ -76,7 +76,7 @@ class SlotBook:
     def apply_config(self, config: NodeConfig) -> None:
         """For later loads; what is loaded stays as it is."""
         self.config = config
-        self._inventory_stale = True
+        self._inventory_stale = self.inventory is not None
 
     def in_grace(self) -> bool:
         """Whether holders of an earlier launcherd's credits may still announce themselves."""

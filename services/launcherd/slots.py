@@ -436,6 +436,7 @@ class SlotTable:
         book.grant_all()
         book.finish_drains()
         book.recall_all()
+        self.queue.describe()
 
     def _call_for_loads(self) -> None:
         """A queued slot for each model that requests wait for and no slot will serve."""
