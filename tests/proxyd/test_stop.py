@@ -64,9 +64,9 @@ def test_supervisord_stub_and_keeper_killed_at_once_leave_no_worker(mesh_home: P
         streaming(node)
         pids = [node.pid("proxyd"), node.pid("keeper")]
         assert node.process is not None
-        for pid in (node.process.pid, *pids):
-            os.kill(pid, signal.SIGSTOP)
-        for pid in (node.process.pid, *pids):
+        # Stopped first, supervisord starts neither again; killed last, its death tells nobody.
+        os.kill(node.process.pid, signal.SIGSTOP)
+        for pid in (*pids, node.process.pid):
             os.kill(pid, signal.SIGKILL)
         node.process.wait()
         wait_until(lambda: not ours(node), 20, "the worker has noticed that its node is gone")

@@ -72,6 +72,8 @@ def test_draining_finishes_what_runs_and_answers_open_connections(monkeypatch: A
         await asyncio.sleep(0)
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 1)
+        looked = asyncio.get_running_loop().time() + 3 * http_service.POLL_SECONDS
+        await until(lambda: asyncio.get_running_loop().time() > looked, 5, "the service has looked for idle ones")
         for reader, writer in (fresh, kept):
             assert b"connection: close" in await exchange(reader, writer)
             assert await reader.read() == b""
