@@ -1,21 +1,30 @@
 """Token counts and speed from the end of an engine's answer, read once, after the last byte was forwarded.
 
-Works on the first and last few kilobytes, so that it costs the same for any answer and needs no stream parser. A
-quoted ``\\"usage\\":`` inside generated text is escaped in JSON and therefore never matches.
+A small answer is parsed as the JSON it is. Of streams and large answers the first and last few kilobytes are searched,
+so that it costs the same whatever their size and needs no stream parser. A quoted ``\\"usage\\":`` inside generated
+text is escaped in JSON and therefore never matches.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import from_json
 
 KEPT_BYTES = 16 * 1024
 """llama.cpp's last event with usage and timings is under 2 KB."""
+PARSED_BYTES = 4 * 1024
+"""Up to here parsing (1 µs for a short chat answer) is cheaper than searching."""
 
 _FIELD = re.compile(
-    rb'"((?:prompt|completion|input|output|cache_read_input|cache_creation_input)_tokens|(?:prompt|cache|predicted)_n|predicted_per_second)"'
-    rb"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
+    rb'"((?:prompt|completion|(?:cache_read_|cache_creation_)?input|output)_tokens|(?:prompt|cache|predicted)_n|'
+    rb"predicted_per_second)\"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 )
+
+Numbers = dict[str, Any]
+"""What an answer says under the names that matter; other values may be anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,39 +37,71 @@ class Usage:
 
 
 NOTHING = Usage()
+_LARGEST = 1e15
+"""No count is larger; infinity is no integer."""
 
 
 def read_usage(first: bytes, last: bytes) -> Usage:
     """``first`` and ``last``: how the body begins and ends; ``first`` matters only to Anthropic streams, whose
     prompt tokens come with the first event."""
+    if first is last and len(last) <= PARSED_BYTES and last.startswith(b"{"):
+        return _parsed(last)
     usage_at = last.rfind(b'"usage"')
     timings_at = last.rfind(b'"timings"')
     if usage_at < 0 and timings_at < 0:
         return NOTHING
     found = _fields(last, min(at for at in (usage_at, timings_at) if at >= 0))
-    prompt = found.get(b"prompt_tokens", _input_tokens(found))
-    if prompt is None and b"prompt_n" in found:
-        prompt = found[b"prompt_n"] + found.get(b"cache_n", 0.0)
-    if prompt is None and first is not last:
-        prompt = _input_tokens(_fields(first, max(0, first.find(b'"usage"'))))
-    completion = found.get(b"completion_tokens", found.get(b"output_tokens", found.get(b"predicted_n")))
+    return _usage(found, _fields(first, max(0, first.find(b'"usage"'))) if first is not last else found)
+
+
+def _parsed(body: bytes) -> Usage:
+    try:
+        answer = from_json(body)
+    except ValueError:
+        return NOTHING
+    found: Numbers = {}
+    for key in ("usage", "timings"):
+        part = answer.get(key)
+        if isinstance(part, dict):
+            found.update(part)
+    return _usage(found, found) if found else NOTHING
+
+
+def _usage(found: Numbers, first: Numbers) -> Usage:
+    prompt = _number(found, "prompt_tokens")
+    if prompt is None:
+        prompt = _input_tokens(found)
+    if prompt is None:
+        fresh = _number(found, "prompt_n")
+        prompt = _input_tokens(first) if fresh is None else fresh + (_number(found, "cache_n") or 0)
+    completion = None
+    for key in ("completion_tokens", "output_tokens", "predicted_n"):
+        completion = _number(found, key)
+        if completion is not None:
+            break
     return Usage(
         prompt_tokens=None if prompt is None else int(prompt),
         completion_tokens=None if completion is None else int(completion),
-        tokens_per_second=found.get(b"predicted_per_second") or None,
+        tokens_per_second=_number(found, "predicted_per_second") or None,
     )
 
 
-def _input_tokens(found: dict[bytes, float]) -> float | None:
+def _input_tokens(found: Numbers) -> float | None:
     """Anthropic counts what came from the cache apart; here a prompt's tokens are all of them."""
-    fresh = found.get(b"input_tokens")
+    fresh = _number(found, "input_tokens")
     if fresh is None:
-        return None
-    return fresh + found.get(b"cache_read_input_tokens", 0.0) + found.get(b"cache_creation_input_tokens", 0.0)
+        return fresh
+    cached = (_number(found, "cache_read_input_tokens"), _number(found, "cache_creation_input_tokens"))
+    return fresh + sum(count for count in cached if count is not None)
 
 
-def _fields(text: bytes, start: int) -> dict[bytes, float]:
-    return {key: float(value) for key, value in _FIELD.findall(text, start)}
+def _number(found: Numbers, key: str) -> float | None:
+    value = found.get(key)
+    return value if isinstance(value, (int, float)) and value < _LARGEST else None
+
+
+def _fields(text: bytes, start: int) -> Numbers:
+    return {key.decode("ascii"): float(value) for key, value in _FIELD.findall(text, start)}
 
 
 class BodyEnds:

@@ -72,6 +72,19 @@ def test_the_ends_of_any_body_are_kept_in_bounded_memory(parts: list[bytes]) -> 
     assert len(ends.first) <= KEPT_BYTES
 
 
+@pytest.mark.parametrize(
+    "usage", ["null", "[]", '"text"', '{"prompt_tokens":null}', '{"prompt_tokens":"6"}', '{"prompt_tokens":1e400}']
+)
+def test_what_an_engine_says_wrongly_is_not_believed(usage: str) -> None:
+    body = b'{"usage":' + usage.encode() + b"}"
+    assert read_usage(body, body) == Usage()
+
+
+def test_searching_finds_what_parsing_finds() -> None:
+    for body in (CHAT, MESSAGES, RESPONSE, EMBEDDING):
+        assert read_usage(body, body) == read_usage(b"{", body)
+
+
 @given(st.binary(max_size=300))
 def test_no_bytes_whatsoever_break_it(noise: bytes) -> None:
     read_usage(noise, b'"usage":' + noise)

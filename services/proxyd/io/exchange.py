@@ -43,7 +43,7 @@ from services.proxyd.requests_log import RequestRecord
 from services.proxyd.resolution import failure_of
 from services.proxyd.routes import InferenceRoute
 from services.proxyd.routing import CoolDowns, choose_host
-from services.proxyd.usage import BodyEnds
+from services.proxyd.usage import BodyEnds, Usage, read_usage
 from shared.config import ApiSection
 from shared.ids import ModelName
 
@@ -355,8 +355,13 @@ class Exchange:
             await self._start(response.status, [*returned_headers(response.headers), *self._own_headers()])
         elif not is_stream or response.status != 200:
             raise await self._engine_error(response, data)
-        ends = BodyEnds()
         send = self._send
+        if response.complete and not response.buffered_bytes:
+            record.response_bytes = len(data)
+            await send({"type": "http.response.body", "body": data, "more_body": False})
+            self._answered(response, read_usage(data, data))
+            return True
+        ends = BodyEnds()
         try:
             while True:
                 if data:
@@ -373,13 +378,16 @@ class Exchange:
             self._engine_failed(lease, error)
             await self._cut(is_stream, ends)
         else:
-            record.outcome = "ok" if response.status < 400 else "error"
-            self._plane.cool_downs.succeeded(self._plane.view.self_id)
-        usage = ends.usage()
+            self._answered(response, ends.usage())
+        return True
+
+    def _answered(self, response: UpstreamResponse, usage: Usage) -> None:
+        record = self.record
+        record.outcome = "ok" if response.status < 400 else "error"
         record.prompt_tokens = usage.prompt_tokens
         record.completion_tokens = usage.completion_tokens
         record.tokens_per_second = usage.tokens_per_second
-        return True
+        self._plane.cool_downs.succeeded(self._plane.view.self_id)
 
     @staticmethod
     async def _first_bytes(response: UpstreamResponse, is_stream: bool) -> bytes:
