@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import logging
 import socket
+import sys
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
 
 from services.proxyd.io import http_service
-from services.proxyd.io.http_service import HttpService
+from services.proxyd.io.http_service import HttpService, LibraryLog
+from shared.io import log
 from tests.waiting import run_async, until
 
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -144,3 +148,41 @@ def test_a_listener_can_be_replaced_while_serving() -> None:
         assert b"end" in await exchange(*kept), "connections of the old listener live on"
 
     serving(test)
+
+
+def test_a_connection_that_never_asks_is_closed_and_others_are_not(monkeypatch: Any) -> None:
+    monkeypatch.setattr(http_service, "SILENT_SECONDS", 0.5)
+
+    async def test(service: HttpService, app: Slow, port: int) -> None:
+        tick = asyncio.ensure_future(service.tick())
+        silent = await asyncio.open_connection("127.0.0.1", port)
+        silent[1].write(b"GET / HT")
+        kept = await asyncio.open_connection("127.0.0.1", port)
+        await exchange(*kept)
+        assert await asyncio.wait_for(silent[0].read(), 10) == b""
+        assert b"end" in await exchange(*kept)
+        tick.cancel()
+        silent[1].close()
+        kept[1].close()
+
+    serving(test)
+
+
+def test_what_libraries_log_becomes_one_line_and_a_flood_stays_readable() -> None:
+    text = io.StringIO()
+    log.use_stream(text)
+    try:
+        handler = LibraryLog()
+        for _ in range(100):
+            handler.emit(logging.LogRecord("uvicorn.error", logging.WARNING, "", 0, "Invalid HTTP request", (), None))
+        try:
+            raise ValueError("two\nlines")
+        except ValueError:
+            record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 0, "in app", (), sys.exc_info())
+        handler.emit(record)
+    finally:
+        log.use_stream(sys.stdout)
+    lines = text.getvalue().splitlines()
+    assert len(lines) == 8, "1, 2, 4 … 64, and the error"
+    assert "event=library_error" in lines[-1]
+    assert "ValueError" in lines[-1]
