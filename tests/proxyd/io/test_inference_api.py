@@ -10,6 +10,7 @@ from shared.errors import RequestRefused
 from shared.messages.models import InventoryChanged
 from tests.proxyd.plane import Plane, local_model
 from tests.proxyd.raw_upstream import RawUpstream
+from tests.proxyd.wire import in_background
 from tests.waiting import wait_until
 
 
@@ -146,11 +147,9 @@ def test_a_proxyd_that_has_just_started_waits_before_it_calls_a_model_unknown(
     mesh_home: Path, plane: Plane, upstream: RawUpstream
 ) -> None:
     plane.call(plane.view.replace, "launcherd", [InventoryChanged(models=(), scanning=True)])
-    from tests.proxyd.io.test_exchange import in_background
-
     result = in_background(lambda: plane.chat("m"))
     wait_until(lambda: plane.app.active_count == 1, 2, "it waits")
     plane.call(plane.view.apply, InventoryChanged(models=(local_model("m"),)))
     plane.serve_model("m", upstream.port)
     wait_until(lambda: result, 5, "it is answered")
-    assert result[0][0] == 200  # type: ignore[index]
+    assert result[0][0] == 200
