@@ -144,13 +144,19 @@ class LoadQueue:
                 age = book.now - book.last_use_at(slot)
                 book.note(slot.name, f"chosen to be unloaded: {reason}; last used {age:.0f} s ago")
                 book.start_drain(slot, Drain("evict", head.order, reason))
-            elif slot.state == "restarting":
+            elif slot.state == "restarting" and not self._awaited(slot, head):
                 book.decline(slot, reason)
                 head.loaders += slot.loaders if slot.name == head.name else []
                 slot.loaders = [] if slot.name == head.name else slot.loaders
                 book.drop(slot, reason)
                 gone = True
         return gone
+
+    def _awaited(self, slot: Slot, head: Slot) -> bool:
+        """Whether somebody asked for a restarting model before `head` was: it comes up first and serves them."""
+        if slot.name == head.name:
+            return False
+        return bool(slot.loaders) or next(self._book.leases.line(slot.name, before=head.order), None) is not None
 
     def _keep_all_but(self, victims: Collection[SlotId]) -> None:
         """Slots that were to make room and need not any more are kept."""
@@ -172,6 +178,8 @@ class LoadQueue:
                 parts.append(f"for {slot.name} to finish {requests(busy)}")
             elif slot.state == "draining":
                 parts.append(f"for the last requests of {slot.name}")
+            elif slot.state == "restarting":
+                parts.append(f"for {slot.name} to come back and serve the requests that came before")
             else:
                 parts.append(f"for {slot.name} to stop")
         return waits_for(parts)

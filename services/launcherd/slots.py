@@ -433,6 +433,8 @@ class SlotTable:
         self.queue.load_assigned()
         book.grant_all()
         self.queue.work()
+        # What was displaced while it was restarting may have been waited for.
+        self._call_for_loads()
         book.grant_all()
         book.finish_drains()
         book.recall_all()

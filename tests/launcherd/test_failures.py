@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from services.launcherd.slot_events import DeviceMeasured
-from shared.messages.common import Refused
+from shared.messages.common import Done, Refused
 from shared.messages.models import ModelLoaded, SlotChanged
 from tests.launcherd.table import GIB, World, config
 
@@ -201,6 +201,56 @@ def test_a_crashed_engine_keeps_its_place_unless_another_model_needs_it() -> Non
     world.ready("b")
     world.advance(10)
     assert world.state("b") == "ready"
+
+
+def test_a_crashed_engine_comes_back_for_those_who_asked_before() -> None:
+    """Requests that came before the load which displaces the model are served by it."""
+    world = World(config(parallel=1))
+    world.bring_up("a")
+    world.crash("a")
+    before, other, after = world.acquire("a"), world.acquire("b"), world.acquire("a")
+    world.advance(0.3)
+    assert world.slot("b").reason == "waits for a to come back and serve the requests that came before"
+    world.advance(1)
+    world.ready("a")
+    assert world.granted(before)
+    world.give_back(world.running_id("a"))
+    world.stopped("a")
+    world.ready("b")
+    assert world.granted(other)
+    world.give_back(world.running_id("b"))
+    world.stopped("b")
+    world.ready("a")
+    assert world.granted(after)
+
+
+def test_a_displaced_restart_is_queued_again_for_those_who_ask_later() -> None:
+    """Nobody who waits is left without a load."""
+    world = World()
+    world.bring_up("a")
+    world.crash("a")
+    other = world.load("b", wait=False)
+    after = world.acquire("a")
+    assert world.state("b") == "loading"
+    assert isinstance(world.reply(other), Done)
+    world.ready("b")
+    world.stopped("b")
+    world.ready("a")
+    assert world.granted(after)
+
+
+def test_a_crash_while_draining_counts_as_the_eviction_it_was() -> None:
+    """An evicted model is declined, also if its engine ended before it was stopped."""
+    world = World()
+    world.assign(("a", "flag"))
+    world.ready("a")
+    world.acquire("a")
+    world.load("b")
+    world.crash("a")
+    world.ready("b")
+    world.advance(100)
+    assert world.state("a") == "unloaded"
+    assert world.memory.declined == {"a": "makes room for b"}
 
 
 def test_a_hung_engine_is_killed_and_restarted() -> None:
