@@ -196,6 +196,8 @@ class Elections:
                 self._take_slot(stimulus)
             case MemberChanged():
                 self._view.members[stimulus.announcement.peer_id] = stimulus
+            case PlaceRequested(token=token) if not self._config.configured:
+                return [Reply(token, Refused(code="idle", detail=IDLE_WORDS))]
             case PlaceRequested():
                 self._asked.append(stimulus)
             case Tick():
@@ -370,8 +372,6 @@ class Elections:
         return effects
 
     def _place(self, text: ModelName) -> ModelPlaced | Refused:
-        if not self._config.configured:
-            return Refused(code="idle", detail=IDLE_WORDS)
         name = resolve(text, self.catalog.models)
         if name is None:
             near = nearest_names(text, self.catalog.models)

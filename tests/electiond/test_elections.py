@@ -155,6 +155,11 @@ def test_a_request_that_comes_too_early_is_answered_when_more_is_known() -> None
     assert isinstance(effects[-1].message, ModelPlaced)
 
 
+def test_an_idle_node_refuses_at_once() -> None:
+    machine = Machine(config(configured=False))
+    assert machine.tell(PlaceRequested(1, name("a"))) == [Reply(1, Refused(code="idle", detail=IDLE_WORDS))]
+
+
 def running(origin: str, **fields: Any) -> SlotChanged:
     return slot("small", "ready", origin=origin, **fields)
 
