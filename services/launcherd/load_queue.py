@@ -65,7 +65,9 @@ class LoadQueue:
                 head = slot
                 break
             self._keep_all_but(room.victims)
-            if room.start_now:
+            if room.start_now and slot.restart_at > book.now:
+                self._victims = ()
+            elif room.start_now:
                 self._start(slot)
             elif self._displace(room.victims, slot):
                 continue
@@ -84,9 +86,9 @@ class LoadQueue:
                 slot.reason = "waits until this node's device is known"
             elif slot is head and book.in_grace():
                 slot.reason = "waits for running requests to be announced again after launcherd was restarted"
-            elif slot is head:
+            elif slot is head and slot.restart_at <= book.now:
                 slot.reason = self._waiting_words(self._victims)
-            elif head is not None and slot_id not in self._blocked:
+            elif head is not None and slot is not head and slot_id not in self._blocked:
                 slot.reason = f"waits behind {head.name} in the load queue"
 
     def _first(self, device: DeviceMeasured) -> tuple[Slot, Room] | None:

@@ -51,6 +51,9 @@ class Slot:
     """1: its first load failed."""
     restarts: int = 0
     restart_at: float = 0.0
+    """Not to be started before."""
+    settling: int = 0
+    """How often it was tried again because the device may free memory late."""
     loaders: list[ReplyToken] = field(default_factory=list)
     endpoint: EngineEndpoint | None = None
     drain: Drain | None = None
@@ -101,15 +104,16 @@ class Slot:
             log_path=endpoint.log_path if endpoint else "",
         )
 
-    def news(self, view: SlotChanged) -> Literal["state", "counters", ""]:
-        """How `view` differs from what was published last."""
+    def news(self, in_use: int, waiting: int) -> Literal["state", "counters", ""]:
+        """How the slot differs from what was published last."""
         old = self.published
-        if old is None or (old.state, old.origin, old.pid, old.port) != (view.state, view.origin, view.pid, view.port):
+        pid = self.endpoint.pid if self.endpoint else 0
+        if old is None or old.state != self.state or old.origin != self.origin or old.pid != pid:
             return "state"
-        same = (old.reason, old.in_use, old.waiting, old.requests_total) == (
-            view.reason,
-            view.in_use,
-            view.waiting,
-            view.requests_total,
+        same = (
+            old.in_use == in_use
+            and old.requests_total == self.requests_total
+            and old.waiting == waiting
+            and old.reason == self.reason
         )
         return "" if same else "counters"

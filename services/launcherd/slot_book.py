@@ -52,6 +52,8 @@ class SlotBook:
         self.slots: dict[SlotId, Slot] = {}
         self.queue: list[SlotId] = []
         self.loading: SlotId | None = None
+        self.stopped_at = float("-inf")
+        """When the last engine was gone."""
         self.leases = LeaseBook(memory.credits)
         self.placement = Placement(memory.declined)
         self.failures: dict[ModelName, FailureRecord] = {}
@@ -166,6 +168,8 @@ class SlotBook:
             self.queue.remove(slot.slot_id)
         if self.loading == slot.slot_id:
             self.loading = None
+        if slot.endpoint is not None:
+            self.stopped_at = self.now
         slot.endpoint = None
         slot.move("unloaded", clip(reason), self.now)
         self.note(slot.name, f"unloaded: {reason}")
@@ -279,19 +283,26 @@ class SlotBook:
         self.effects.append(Publish(message=view))
 
     def view(self, slot: Slot) -> SlotChanged:
+        in_use, waiting = self.counters(slot)
+        return slot.view(in_use=in_use, waiting=waiting, now=self.now)
+
+    def counters(self, slot: Slot) -> tuple[int, int]:
+        """Requests in flight and requests that wait; the slot's own totals are brought up to date."""
+        in_use = 0
         ledger = self.leases.ledgers.get(slot.slot_id)
         if ledger is not None:
+            in_use = ledger.in_use
             slot.requests_total = ledger.requests_total
             slot.last_use_at = max(slot.last_use_at, ledger.last_use_at)
-        newest = next((other for other in reversed(self.slots.values()) if other.name == slot.name), None)
-        waiting = self.leases.waiting(slot.name) if newest is slot else 0
-        return slot.view(in_use=ledger.in_use if ledger else 0, waiting=waiting, now=self.now)
+        waiting = self.leases.waiting(slot.name)
+        if waiting and any(newest is not slot for newest in self.of(slot.name)[-1:]):
+            waiting = 0  # They are shown once, on the newest slot of the model.
+        return in_use, waiting
 
     def take_effects(self) -> list[Effect]:
         """The effects of this step: the memory first, publications last."""
         for slot in self.slots.values():
-            view = self.view(slot)
-            news = slot.news(view)
+            news = slot.news(*self.counters(slot))
             if news == "state" or (news and self.now - slot.published_at >= COUNTER_SECONDS):
                 self.announce(slot)
         self._publish_inventory()
@@ -368,7 +379,7 @@ class SlotBook:
         times = [self.leases.next_deadline()]
         idle = self.config.models.idle_unload_minutes > 0
         for slot in self.slots.values():
-            if slot.state == "restarting":
+            if slot.state == "restarting" or (slot.state == "queued" and slot.restart_at > self.now):
                 times.append(slot.restart_at)
             elif slot.state in RUNNING and not slot.probing:
                 times.append(slot.probe_at)
@@ -376,7 +387,7 @@ class SlotBook:
                 times.append(self.idle_until(slot))
             if slot.ready_at is not None and self.queue and slot.ready_at + SAFE_SECONDS > self.now:
                 times.append(slot.ready_at + SAFE_SECONDS)
-            if slot.published is None or slot.news(self.view(slot)):
+            if slot.news(*self.counters(slot)):
                 times.append(slot.published_at + COUNTER_SECONDS)
         if self.grace_until > self.now:
             times.append(self.grace_until)

@@ -34,7 +34,7 @@ Source: DESIGN §7; TRAPS 18-24, 29, 32, 35.
 from __future__ import annotations
 
 from services.launcherd.command_line import OptionRefused
-from services.launcherd.failures import CRASH_WINDOW_SECONDS
+from services.launcherd.failures import CRASH_WINDOW_SECONDS, restart_delay_seconds
 from services.launcherd.leases import Waiter
 from services.launcherd.load_queue import LoadQueue
 from services.launcherd.model_names import find_name, not_found_words
@@ -69,7 +69,7 @@ from services.launcherd.slot_events import (
     UnloadAsked,
     WithdrawAsked,
 )
-from services.launcherd.slot_words import code_of, requests
+from services.launcherd.slot_words import clip, code_of, requests
 from shared.config import NodeConfig
 from shared.ids import ModelName
 from shared.io.drive import Tick
@@ -81,6 +81,10 @@ IDLE_WORDS = (
     "this node is idle: it has no mesh.toml. 'meshctl up' writes one, or load a model with 'meshctl load MODEL'"
 )
 
+SETTLE_SECONDS = 10.0
+"""A load that began so soon after another engine ended may have met memory that was not free yet…"""
+SETTLE_LIMIT = 2
+"""…and is tried again so often, after 1 and 2 s, before it counts as failed. Source: TRAPS 28."""
 LOADING_WORDS = {
     "starting": "its engine starts",
     "loading": "its engine reads the model",
@@ -359,6 +363,13 @@ class SlotTable:
             book.give_up(slot, failed.code, failed.detail)
         elif slot.restarts:
             self._crashed(slot, f"its engine could not be restarted: {failed.detail}", "")
+        elif self._may_settle(slot, failed.code):
+            slot.settling += 1
+            delay = restart_delay_seconds(slot.settling)
+            slot.restart_at = book.now + delay
+            words = f"the device may not have freed all memory yet; tried again in {delay:.0f} s ({failed.detail})"
+            slot.move("queued", clip(words), book.now)
+            book.queue.insert(0, slot.slot_id)
         elif slot.attempt:
             book.give_up(slot, failed.code, f"{failed.detail}; tried twice, the second time with nothing else loaded")
         else:
@@ -367,6 +378,13 @@ class SlotTable:
             words = f"its first load failed ({failed.detail}); one more try with nothing else loaded"
             slot.move("queued", words, book.now)
             book.queue.insert(0, slot.slot_id)
+
+    def _may_settle(self, slot: Slot, code: str) -> bool:
+        """Whether another engine was on the GPU moments before: drivers free its memory late."""
+        book = self.book
+        on_gpu = book.device is not None and book.device.device != "cpu"
+        recently = slot.since - book.stopped_at < SETTLE_SECONDS
+        return on_gpu and recently and slot.settling < SETTLE_LIMIT and code != "load_timed_out"
 
     def _hung(self, hung: EngineHung) -> None:
         slot = self.book.slots.get(hung.slot_id)

@@ -354,3 +354,40 @@ def test_without_an_engine_every_load_says_how_to_get_one() -> None:
     world.load("b")
     world.stopped("a")
     world.ready("b")
+
+
+def test_memory_that_a_gpu_frees_late_is_waited_for() -> None:
+    """TRAPS 28: GPU memory freed late: retry, not a fixed sleep; nothing else is evicted for it."""
+    world = World(config((1, 1)))
+    world.do(DeviceMeasured(device="RTX", total_bytes=9 * GIB, reserve_bytes=0, engine="cuda build"))
+    world.bring_up("emb")
+    world.bring_up("a")
+    token = world.load("b")
+    world.stopped("a")
+    for delay in (1.0, 2.0):
+        world.fail(detail="out of memory")
+        assert not world.loading
+        assert "may not have freed all memory" in world.slot("b").reason
+        world.advance(delay - 0.01)
+        assert not world.loading
+        world.advance(0.02)
+    assert world.state("emb") == "ready"
+    world.ready("b")
+    assert isinstance(world.reply(token), ModelLoaded)
+
+
+def test_a_gpu_load_that_keeps_failing_evicts_everything_in_the_end() -> None:
+    """Then the usual rule: evict all, once more."""
+    world = World(config((1, 1)))
+    world.do(DeviceMeasured(device="RTX", total_bytes=9 * GIB, reserve_bytes=0, engine="cuda build"))
+    world.bring_up("emb")
+    world.bring_up("a")
+    token = world.load("b")
+    world.stopped("a")
+    for _ in range(2):
+        world.fail()
+        world.advance(3)
+    world.fail()
+    world.stopped("emb")
+    world.fail()
+    assert refused(world.reply(token)).code == "load_failed"
