@@ -181,7 +181,7 @@ class EngineCrew:
             silent_seconds += hang_seconds
             working = _cpu_seconds(process.pid) - before >= WORKING_CPU_SHARE * hang_seconds
             if not working or silent_seconds >= WORKING_LIMIT * hang_seconds:
-                detail = f"no answer for {silent_seconds:.0f} s"
+                detail = f"no answer for {silent_seconds:.3g} s"
                 self._post(EngineHung(slot_id=slot_id, detail=detail))
                 return
 
