@@ -50,9 +50,9 @@ def test_proxyd_stops_first_tunneld_after_the_daemons_and_the_keeper_last(monkey
 
 
 def test_a_rendered_file_keeps_home_and_ports_and_survives_awkward_paths(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mesh_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    home = tmp_path / "a b,c"
+    home = mesh_home / "a b,c"
     (home / "logs").mkdir(parents=True)
     (home / "run").mkdir()
     paths = NodePaths(home)

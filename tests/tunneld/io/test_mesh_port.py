@@ -31,16 +31,15 @@ def test_one_number_for_udp_and_tcp_and_nobody_listens(tmp_path: Path) -> None:
             socket.create_connection((HOST, made.port), timeout=2)
 
 
-@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_DGRAM], ids=["TCP", "UDP"])
-def test_a_taken_port_is_named_with_how_to_find_its_owner(tmp_path: Path, kind: int) -> None:
-    with socket.socket(socket.AF_INET, kind) as other:
-        other.bind((HOST, 0))
-        port = other.getsockname()[1]
+@pytest.mark.parametrize("held", ["tcp", "udp"])
+def test_a_taken_port_is_named_with_how_to_find_its_owner(tmp_path: Path, held: str) -> None:
+    with bound(tmp_path / "port") as other:
+        port = other.port
+        (other.udp if held == "tcp" else other.tcp).close()
         with pytest.raises(StateError) as caught:
             bind_mesh_port(HOST, port, tmp_path / "port")
-        assert (
-            f"mesh port {port} (UDP and TCP on {HOST}) cannot be bound: Address already in use" in caught.value.detail
-        )
+        said = f"mesh port {port} (UDP and TCP on {HOST}) cannot be bound: Address already in use"
+        assert said in caught.value.detail
         assert "set another one with MESH_PORT or mesh.port" in caught.value.detail
     with bound(tmp_path / "port", port) as made:
         assert made.port == port, "neither half stays bound after the failure"
