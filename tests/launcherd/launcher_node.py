@@ -59,8 +59,8 @@ class LauncherNode:
         path = write_engine(self.home / "llama-server", script)
         self.configure(engine={"path": str(path)})
 
-    def start(self) -> DaemonProcess:
-        self.daemon = start_daemon_process("launcherd", self.home)
+    def start(self, **env: str) -> DaemonProcess:
+        self.daemon = start_daemon_process("launcherd", self.home, **env)
         self.daemon.wait_ready()
         return self.daemon
 

@@ -325,6 +325,21 @@ def test_a_stopped_node_leaves_no_engine_however_stubborn(scripted: LauncherNode
     assert not list((node.home / "engines").glob("*.json"))
 
 
+def test_engines_outlive_a_launcherd_whose_supervisor_died(scripted: LauncherNode) -> None:
+    """DESIGN §2: engines don't die with supervisord or launcherd: the next start adopts them."""
+    node = scripted
+    daemon = node.start(SUPERVISOR_SERVER_URL=f"unix://{node.home}/nobody-here.sock")
+    node.load("tiny-llm")
+    pid = _pid(node, "tiny-llm")
+    daemon.process.terminate()
+    assert daemon.wait_exit() == 0
+    assert "kind=orphaned" in daemon.log()
+    assert node.engines() == [pid]
+    node.start()
+    assert _pid(node, "tiny-llm") == pid
+    assert node.load("tiny-llm").already
+
+
 def test_a_stop_in_the_middle_of_a_load_leaves_nothing(scripted: LauncherNode) -> None:
     node = scripted
     node.use_script(Script(load_seconds=30))

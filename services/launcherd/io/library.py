@@ -13,7 +13,7 @@ from pathlib import Path
 
 from services.launcherd.io.model_folders import ModelFolders
 from services.launcherd.slot_events import InventoryScanned, KnownModel
-from shared.config import NodeConfig
+from shared.config import ModelsSection, NodeConfig
 from shared.errors import LoadFailed
 from shared.io import log
 from shared.messages.models import SkippedFile
@@ -43,11 +43,15 @@ class Library:
 
     def configure(self, config: NodeConfig) -> None:
         """Which folders to look at, from the next scan on. The guide's comes last: a model of the owner wins."""
-        own = (folder for folder in (self._paths.downloads, self._paths.guide_folder) if folder.is_dir())
-        folders = (*config.model_folders(), *own)
+        own = (self._paths.downloads, self._paths.guide_folder)
+        named = config.model_folders()
+        nobody_named = () if config.models.folders != ModelsSection().folders else named
+        folders = (*named, *own)
         if folders != self._folders:
             self._folders = folders
-            self._files = ModelFolders(folders, self._paths.state / "models.json")
+            cache = self._paths.state / "models.json"
+            self._files = ModelFolders(folders, cache, may_be_missing=(*nobody_named, *own))
+            self._scanning = None  # One under way looks at the old folders.
 
     async def scan(self) -> InventoryScanned:
         """Look at every file. Callers at the same time share one scan."""

@@ -14,7 +14,7 @@ import json
 import os
 import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -69,9 +69,15 @@ class _Entry:
 class ModelFolders:
     """The models folders of one node. Thread-safe; the cache file may vanish or rot at any time."""
 
-    def __init__(self, folders: Sequence[Path], cache_file: Path | None = None) -> None:
-        """`folders` may also name single files. Earlier folders win when two hold the same name."""
+    def __init__(
+        self, folders: Sequence[Path], cache_file: Path | None = None, *, may_be_missing: Collection[Path] = ()
+    ) -> None:
+        """`folders` may also name single files. Earlier folders win when two hold the same name.
+
+        Folders that nobody named, `may_be_missing`, are not worth a word when they do not exist.
+        """
         self._folders = tuple(Path(os.path.abspath(folder)) for folder in folders)
+        self._may_be_missing = frozenset(Path(os.path.abspath(folder)) for folder in may_be_missing)
         self._cache_file = cache_file
         self._lock = threading.Lock()
         self._entries: dict[str, _Entry] = {} if cache_file is None else _read_cache(cache_file)
@@ -82,7 +88,7 @@ class ModelFolders:
         skipped: list[Skipped] = []
         groups: dict[str, dict[tuple[str, str, int], dict[int, Path]]] = {}
         seen: dict[str, os.stat_result] = {}
-        for path in _gguf_files(self._folders, skipped):
+        for path in _gguf_files(self._folders, self._may_be_missing, skipped):
             part = split_part_name(path.name)
             reason = _unusable(path, part)
             status = _status(path)
@@ -259,7 +265,9 @@ def sha256_file(path: str, stop: threading.Event, on_progress: Callable[[int], N
     return digest.hexdigest()
 
 
-def _gguf_files(folders: Sequence[Path], skipped: list[Skipped]) -> Iterator[Path]:
+def _gguf_files(
+    folders: Sequence[Path], may_be_missing: Collection[Path], skipped: list[Skipped]
+) -> Iterator[Path]:
     """Every `.gguf` below the folders, in a fixed order, each real folder once. Hidden folders are left out."""
     visited: set[tuple[int, int]] = set()
     for folder in folders:
@@ -267,7 +275,8 @@ def _gguf_files(folders: Sequence[Path], skipped: list[Skipped]) -> Iterator[Pat
             yield folder
             continue
         if not folder.exists():
-            skipped.append(Skipped(_shown(folder), "the models folder does not exist"))
+            if folder not in may_be_missing:
+                skipped.append(Skipped(_shown(folder), "the models folder does not exist"))
             continue
 
         def unreadable(error: OSError) -> None:

@@ -159,6 +159,11 @@ def test_folders_may_be_missing_or_single_files(tiny_folder: Path, tmp_path: Pat
     assert "does not exist" in reasons(result)["none"]
 
 
+def test_a_folder_that_nobody_named_may_be_missing_without_a_word(tiny_folder: Path, tmp_path: Path) -> None:
+    folders = ModelFolders([tmp_path / "none", tiny_folder], may_be_missing=[tmp_path / "none"])
+    assert folders.scan().skipped == ModelFolders([tiny_folder]).scan().skipped
+
+
 def test_a_second_scan_reads_nothing_and_a_changed_file_is_read_again(
     tiny_folder: Path, tmp_path: Path, parsed: list[str]
 ) -> None:
