@@ -279,15 +279,16 @@ async def ask_proxyd(node: Supervised, request: Message) -> Message:
 class Stream(threading.Thread):
     """One streamed chat, read to its end."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, tokens: int = 100_000) -> None:
         super().__init__()
         self.text, self.error, self.done = "", "", False
         self.began = threading.Event()
-        self._port = port
+        self._port, self._tokens = port, tokens
 
     def run(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=30)
-        body = {"model": MODEL, "stream": True, "messages": [{"role": "user", "content": "go"}]}
+        body: dict[str, Any] = {"model": MODEL, "stream": True, "max_tokens": self._tokens}
+        body["messages"] = [{"role": "user", "content": "go"}]
         try:
             connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
             for raw in connection.getresponse():

@@ -28,15 +28,15 @@ LONGEST_WAIT_SECONDS = 2.0
 def node() -> Iterator[Supervised]:
     home = Path(tempfile.mkdtemp(prefix="mesh-", dir="/tmp"))
     try:
-        with supervised(home) as running, scripted_model(running.paths, Script(tokens=TOKENS, token_seconds=0.025)):
+        with supervised(home) as running, scripted_model(running.paths, Script(tokens=100_000, token_seconds=0.025)):
             running.wait_live()
             yield running
     finally:
         shutil.rmtree(home, ignore_errors=True)
 
 
-def streaming(node: Supervised) -> Stream:
-    stream = Stream(node.ports()["api"])
+def streaming(node: Supervised, tokens: int = TOKENS) -> Stream:
+    stream = Stream(node.ports()["api"], tokens)
     stream.start()
     assert stream.began.wait(20), (stream.error, node.log())
     return stream
@@ -101,13 +101,12 @@ def test_killing_the_stub_costs_nothing(node: Supervised) -> None:
 
 
 def test_killing_the_worker_refuses_no_connection_and_cuts_only_its_own_streams(node: Supervised) -> None:
-    old, stub, stream = node.workers(), node.pid("proxyd"), streaming(node)
+    old, stub, stream = node.workers(), node.pid("proxyd"), streaming(node, 100_000)
     with ConnectLoop(node.ports()["api"]) as loop:
         os.kill(old[-1], signal.SIGKILL)
         one_new_worker(node, old)
     stream.join(30)
-    assert not stream.done
-    assert stream.error or stream.text.strip() != WHOLE
+    assert not stream.done, "a cut stream must not look complete"
     assert node.pid("proxyd") == stub, "the stub started the new worker itself"
     assert loop.refused == []
     # Whatever the worker had accepted died with it; with one connection at a time that is at most one.
