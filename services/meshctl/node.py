@@ -328,8 +328,12 @@ def wait_until(condition: Callable[[], T | None], seconds: float, *, every_secon
 def checked_home(paths: NodePaths) -> None:
     """Create the state folders. Raises: StateError."""
     paths.prepare()
-    for folder in (paths.logs, paths.downloads):
-        try:
-            folder.mkdir(mode=0o700, exist_ok=True)
-        except OSError as error:
-            raise StateError(f"cannot create {folder}: {error.strerror or error}; fix its permissions") from error
+    make_folder(paths.downloads)
+
+
+def make_folder(folder: Path) -> None:
+    """Raises: StateError."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise StateError(f"cannot create {folder}: {error.strerror or error}; fix its permissions") from error

@@ -19,7 +19,7 @@ from services.meshctl.config_file import Changes, update_config
 from services.meshctl.http_client import answers
 from services.meshctl.leftovers import locked_daemons
 from services.meshctl.machine import bind_problem, describe, engine_found, port_owners, wanted_ports
-from services.meshctl.node import Node, checked_home, listens, wait_until
+from services.meshctl.node import Node, checked_home, listens, make_folder, wait_until
 from services.meshctl.output import Waiting, age, clean, print_json, progress
 from services.meshctl.reload import Reloaded, reload_daemons, say_reloaded
 from shared.config import parse_limits
@@ -208,6 +208,8 @@ def _await_orphans(node: Node) -> None:
 def choose_conf(node: Node) -> Path:
     """The repository's own file for the default node where that works, else one rendered into the state folder.
 
+    With the repository's own file the logs are beside it, and ``keeper`` links ``logs`` to them.
+
     Raises: StateError.
     """
     folder = REPOSITORY / ".run"
@@ -219,6 +221,7 @@ def choose_conf(node: Node) -> Path:
     ):
         return REPOSITORY / "supervisord.conf"
     text = render(layout_of(node.paths, node.environ))
+    make_folder(node.paths.logs)
     try:
         node.paths.supervisor_conf.write_text(text, encoding="utf-8")
     except OSError as error:
