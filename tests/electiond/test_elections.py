@@ -3,104 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from services.electiond.elections import (
     DECLINED_LIMIT,
     HOLD_SECONDS,
     IDLE_WORDS,
-    NO_MEMORY,
-    ConfigApplied,
-    Effect,
-    Elections,
     LauncherReplaced,
     MembersReplaced,
     Memory,
     PlaceRequested,
     Publish,
     Reply,
-    Stimulus,
 )
 from shared.io.drive import Tick
 from shared.messages.common import Refused
 from shared.messages.models import (
-    MODEL_TYPES,
     AssignmentsChanged,
     CatalogChanged,
     ModelPlaced,
     RoutesChanged,
     SlotChanged,
 )
+from tests.electiond.machine import Machine, config, launcher, published, settled
 from tests.electiond.nodes import GB, device, inventory, local, member, model, name, served, slot
-
-T = TypeVar("T")
-
-
-def config(*named: str, configured: bool = True, **limits: int) -> ConfigApplied:
-    return ConfigApplied(
-        configured=configured,
-        named=tuple(map(name, named)),
-        slot_limits={**dict.fromkeys(MODEL_TYPES, 1), **limits},  # type: ignore[dict-item]
-    )
-
-
-def launcher(
-    *models: str, slots: tuple[SlotChanged, ...] = (), vram_bytes: int = 8 * GB, **sizes: int
-) -> LauncherReplaced:
-    return LauncherReplaced(
-        inventory=inventory(*(local(text) for text in models), *(local(text, size) for text, size in sizes.items())),
-        device=device(vram_bytes),
-        slots=slots,
-    )
-
-
-class Machine:
-    """Elections with a clock that stands still, invariants checked after each step."""
-
-    def __init__(self, *stimuli: Stimulus | Tick, memory: Memory = NO_MEMORY) -> None:
-        self.elections = Elections(memory)
-        self.now = 1000.0
-        self.memory = memory
-        self.said: list[Effect] = []
-        for stimulus in stimuli:
-            self.tell(stimulus)
-
-    def tell(self, stimulus: Stimulus | Tick) -> list[Effect]:
-        effects = self.elections.handle(stimulus, now=self.now)
-        self.elections.check_invariants()
-        self.said += effects
-        for effect in effects:
-            if isinstance(effect, Memory):
-                self.memory = effect
-        return effects
-
-    def restarted(self, *stimuli: Stimulus | Tick) -> Machine:
-        return Machine(*stimuli, memory=self.memory)
-
-    @property
-    def assigned(self) -> dict[str, str]:
-        return {item.model: item.origin for item in self.elections.assigned.assignments}
-
-    @property
-    def why(self) -> str:
-        return self.elections.assigned.idle_reason
-
-    def status(self, text: str) -> str:
-        return next(item.status for item in self.elections.catalog.models if item.name == text)
-
-
-def settled(*stimuli: Stimulus, vram_bytes: int = 8 * GB, **sizes: int) -> Machine:
-    """Configured, with launcherd's report of models by size, and known to gossipd."""
-    return Machine(config(), launcher(vram_bytes=vram_bytes, **sizes), MembersReplaced((member(),)), *stimuli)
-
-
-def published(effects: list[Effect], kind: type[T]) -> list[T]:
-    return [item.message for item in effects if isinstance(item, Publish) and isinstance(item.message, kind)]
-
 
 # -- starting ------------------------------------------------------------------------------------------------
 
@@ -467,40 +395,3 @@ def test_declined_models_are_bounded() -> None:
         machine.tell(slot(f"m{number}", "ready", origin="request"))
         machine.elections.handle(slot(f"m{number}", "unloaded"), now=machine.now)
     assert len(machine.memory.declined) <= DECLINED_LIMIT
-
-
-TEXTS = st.sampled_from("abcd")
-STIMULI = st.one_of(
-    st.builds(lambda names, on: config(*names, configured=on), st.lists(TEXTS, max_size=2), st.booleans()),
-    st.builds(lambda names: inventory(*map(local, names)), st.lists(TEXTS, max_size=4, unique=True)),
-    st.builds(
-        lambda names, slots: LauncherReplaced(
-            inventory=inventory(*map(local, names)), device=device(), slots=tuple(slot(*item) for item in slots)
-        ),
-        st.lists(TEXTS, max_size=4, unique=True),
-        st.lists(st.tuples(TEXTS, st.sampled_from(["queued", "ready", "failed"])), max_size=2),
-    ),
-    st.builds(
-        lambda text, state, origin: slot(text, state, origin=origin),
-        TEXTS,
-        st.sampled_from(["queued", "loading", "ready", "draining", "stopping", "restarting", "failed", "unloaded"]),
-        st.sampled_from(["flag", "request", "allocation", "promotion"]),
-    ),
-    st.builds(
-        lambda peer, state: member(peer, model("d"), is_self=False, state=state, hosted=(served("d"),)),
-        st.sampled_from("xy"),
-        st.sampled_from(["alive", "suspect", "dead", "left"]),
-    ),
-    st.builds(lambda text: PlaceRequested(1, name(text)), TEXTS),
-    st.just(MembersReplaced((member(),))),
-    st.just(Tick()),
-)
-
-
-@settings(max_examples=150, deadline=None)
-@given(st.lists(STIMULI, max_size=25))
-def test_no_sequence_of_reports_breaks_the_invariants(stimuli: list[Stimulus]) -> None:
-    machine = Machine(config(), launcher(a=GB, b=GB), MembersReplaced((member(),)))
-    for stimulus in stimuli:
-        machine.tell(stimulus)
-        assert machine.assigned or machine.why, "no assignment without a reason"

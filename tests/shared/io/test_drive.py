@@ -254,7 +254,7 @@ async def fails_after(turns: int) -> None:
 def test_a_failing_task_ends_the_watch(turns: int) -> None:
     async def scene() -> None:
         tasks = Tasks()
-        tasks.start(asyncio.sleep(3600), "long")
+        tasks.start(asyncio.Event().wait(), "long")
         task = tasks.start(fails_after(turns), "fails")
         if turns == 0:
             await until(task.done, 5, "it has failed")
@@ -273,7 +273,7 @@ def test_tasks_that_end_or_are_cancelled_do_not_end_the_watch() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
         tasks = Tasks()
         ended = tasks.start(asyncio.sleep(0), "short")
-        cancelled = tasks.start(asyncio.sleep(3600), "cancelled")
+        cancelled = tasks.start(asyncio.Event().wait(), "cancelled")
         cancelled.cancel()
         watching = asyncio.ensure_future(tasks.watch())
         await until(lambda: ended.done() and cancelled.done(), 5, "both are over")
@@ -291,7 +291,7 @@ def test_cancel_waits_until_everything_has_ended() -> None:
 
         async def careful() -> None:
             try:
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()
             finally:
                 await asyncio.sleep(0)
                 seen.append("cleaned up")

@@ -1,0 +1,52 @@
+"""Whatever is reported in whatever order, the machine of electiond never contradicts itself."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.electiond.elections import (
+    LauncherReplaced,
+    MembersReplaced,
+    PlaceRequested,
+    Stimulus,
+)
+from shared.io.drive import Tick
+from tests.electiond.machine import Machine, config, launcher
+from tests.electiond.nodes import GB, device, inventory, local, member, model, name, served, slot
+
+TEXTS = st.sampled_from("abcd")
+STIMULI = st.one_of(
+    st.builds(lambda names, on: config(*names, configured=on), st.lists(TEXTS, max_size=2), st.booleans()),
+    st.builds(lambda names: inventory(*map(local, names)), st.lists(TEXTS, max_size=4, unique=True)),
+    st.builds(
+        lambda names, slots: LauncherReplaced(
+            inventory=inventory(*map(local, names)), device=device(), slots=tuple(slot(*item) for item in slots)
+        ),
+        st.lists(TEXTS, max_size=4, unique=True),
+        st.lists(st.tuples(TEXTS, st.sampled_from(["queued", "ready", "failed"])), max_size=2),
+    ),
+    st.builds(
+        lambda text, state, origin: slot(text, state, origin=origin),
+        TEXTS,
+        st.sampled_from(["queued", "loading", "ready", "draining", "stopping", "restarting", "failed", "unloaded"]),
+        st.sampled_from(["flag", "request", "allocation", "promotion"]),
+    ),
+    st.builds(
+        lambda peer, state: member(peer, model("d"), is_self=False, state=state, hosted=(served("d"),)),
+        st.sampled_from("xy"),
+        st.sampled_from(["alive", "suspect", "dead", "left"]),
+    ),
+    st.builds(lambda text: PlaceRequested(1, name(text)), TEXTS),
+    st.just(MembersReplaced((member(),))),
+    st.just(Tick()),
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(STIMULI, max_size=25))
+def test_no_sequence_of_reports_breaks_the_invariants(stimuli: list[Stimulus]) -> None:
+    machine = Machine(config(), launcher(a=GB, b=GB), MembersReplaced((member(),)))
+    for stimulus in stimuli:
+        machine.tell(stimulus)
+        assert machine.assigned or machine.why, "no assignment without a reason"
