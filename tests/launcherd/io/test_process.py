@@ -150,7 +150,7 @@ def test_the_end_of_a_child_is_noticed_with_its_status(
     assert run(watch()) == [ExitStatus(status)]
 
 
-GRANDCHILD = "import os; pid = os.fork()\nif pid: print(pid, flush=True)\nelse: import time; time.sleep(60)"
+GRANDCHILD = "import os; pid = os.fork()\nif pid: print(pid, flush=True)\nelse: import signal; signal.pause()"
 
 
 @pytest.mark.parametrize("uvloop", [True, False])

@@ -112,7 +112,7 @@ def test_the_handler_is_held_to_the_callers_deadline(node_paths: NodePaths, bare
             async def endless(request: codec.Message, deadline_seconds: float) -> codec.Message:
                 assert deadline_seconds == 0.2
                 try:
-                    await asyncio.sleep(3600)
+                    await asyncio.Event().wait()
                 finally:
                     cancelled.set()
                 return Done()
@@ -226,7 +226,7 @@ def test_a_waiting_client_finds_a_restarted_daemon(node_paths: NodePaths) -> Non
         async with daemon(node_paths) as first:
 
             async def never(request: codec.Message, deadline_seconds: float) -> codec.Message:
-                await asyncio.sleep(3600)
+                await asyncio.Event().wait()
                 return Done()
 
             first.state.answer_with = never

@@ -320,7 +320,7 @@ def no_supervisord(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_wait_or_returns_the_kind_or_raises_what_a_task_raised() -> None:
     async def stopped() -> str:
         tasks, stop = Tasks(), StopSignal()
-        tasks.start(asyncio.sleep(3600), "long")
+        tasks.start(asyncio.Event().wait(), "long")
         waiting = asyncio.ensure_future(stop.wait_or(tasks))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
