@@ -26,7 +26,7 @@ class LocalModel:
     """First part's file. Local: never sent to another node."""
     file_size_bytes: int
     file_hash: str = ""
-    """SHA-256 in hex over all parts in order; empty until computed."""
+    """SHA-256 in hex: of the file, or over the digests of all parts in order; empty until computed."""
     architecture: str = ""
     quantization: str = ""
     parameters: int = 0

@@ -158,10 +158,10 @@ def test_a_failing_task_ends_the_daemon_loudly(mesh_home: Path, failure: str, wo
 def test_a_daemon_dies_with_its_parent(mesh_home: Path) -> None:
     script = write_daemon(mesh_home)
     parent_script = (
-        "import subprocess, sys, time\n"
+        "import signal, subprocess, sys\n"
         "child = subprocess.Popen([sys.executable, sys.argv[1]], stdout=open('child.log', 'w'))\n"
         "print(child.pid, flush=True)\n"
-        "time.sleep(3600)\n"
+        "signal.pause()\n"
     )
     parent = subprocess.Popen(
         [sys.executable, "-c", parent_script, str(script)],
