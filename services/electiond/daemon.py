@@ -24,7 +24,7 @@ from shared.errors import RequestRefused, StillStarting
 from shared.ids import ModelName
 from shared.io import log
 from shared.io.bus import BusServer, Mirror
-from shared.io.drive import Drive, Tasks
+from shared.io.drive import Drive, Tasks, Tick
 from shared.io.lifecycle import StopSignal, environment
 from shared.messages.common import ConfigReloaded, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import MemberChanged
@@ -58,7 +58,9 @@ class Electiond:
         self.tasks = Tasks()
         self.memory = MemoryFile(paths.state / "elections.json", run=this_run())
         self.elections = Elections(self.memory.load())
-        self.drive: Drive[Stimulus, Effect] = Drive(self.elections, self.perform)
+        self.drive: Drive[Stimulus, Effect] = Drive(
+            self.elections, self.perform, quiet=(Tick, SlotChanged, MemberChanged)
+        )
         self.bus = BusServer("electiond", paths, self, self.answer, self.tasks)
         self._tokens = 0
         self._replies: dict[int, asyncio.Future[codec.Message]] = {}

@@ -41,7 +41,7 @@ from shared.messages.common import (
     ReloadConfig,
     StoryEntry,
 )
-from shared.messages.mesh import ProxyChanged
+from shared.messages.mesh import CountUnserved, ProxyChanged
 from shared.messages.models import ModelPlaced, PlaceModel
 from shared.paths import NodePaths
 
@@ -77,6 +77,7 @@ class Worker:
         self._bus = BusServer(NAME, paths, self, self._answer, self._tasks)
         self._electiond = BusClient("electiond", paths)
         self._launcherd = BusClient("launcherd", paths)
+        self._gossipd = BusClient("gossipd", paths)
         self._view = MeshView()
         self._requests = RequestsLog()
         self._node_name = config.node.name or socket.gethostname()
@@ -212,10 +213,22 @@ class Worker:
         return Mirror(daemon, self.paths, on_snapshot, on_message, on_new_boot)
 
     async def _place(self, model: ModelName) -> ModelPlaced:
-        reply = await self._electiond.request(PlaceModel(model=model), deadline_seconds=PLACE_SECONDS)
+        try:
+            reply = await self._electiond.request(PlaceModel(model=model), deadline_seconds=PLACE_SECONDS)
+        except RequestRefused as error:
+            if error.code == "needs_capacity":
+                self._tasks.start(self._count_unserved(model), f"demand for {model}")
+            raise
         if not isinstance(reply, ModelPlaced):
             raise DaemonUnreachable(f"electiond answered {type(reply).__name__} instead of a place for {model}")
         return reply
+
+    async def _count_unserved(self, model: ModelName) -> None:
+        """Nobody will grant a lease for this request, so the node it entered counts it. Source: docs/spec/demand.md."""
+        try:
+            await self._gossipd.request(CountUnserved(model=model))
+        except (DaemonUnreachable, RequestRefused) as error:
+            log.warning("demand_not_counted", model=model, reason=error.detail)
 
     def _heard(self, daemon: str) -> None:
         self._unheard.discard(daemon)
