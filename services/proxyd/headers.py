@@ -97,3 +97,11 @@ def returned_headers(headers: Iterable[tuple[bytes, bytes]]) -> list[tuple[bytes
         if lower not in _NOT_RETURNED and not lower.startswith(b"access-control-"):
             kept.append((lower, value))
     return kept
+
+
+def is_event_stream(headers: Iterable[tuple[bytes, bytes]]) -> bool:
+    """Whether an answer with these headers is a stream of events."""
+    for name, value in headers:
+        if len(name) == 12 and name.lower() == b"content-type":
+            return value[:17].lower() == b"text/event-stream"
+    return False

@@ -12,6 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Literal
 
+from services.proxyd.usage import Usage
 from shared.ids import ModelName, RequestId
 
 RECENT_LIMIT = 500
@@ -50,6 +51,13 @@ class RequestRecord:
     completion_tokens: int | None = None
     tokens_per_second: float | None = None
     """As the engine measured its own generation."""
+
+    def answered(self, status: int, usage: Usage) -> None:
+        """An engine's answer was sent to its end."""
+        self.outcome = "ok" if status < 400 else "error"
+        self.prompt_tokens = usage.prompt_tokens
+        self.completion_tokens = usage.completion_tokens
+        self.tokens_per_second = usage.tokens_per_second
 
 
 class RequestsLog:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.proxyd.headers import engine_request, read_headers, returned_headers
+from services.proxyd.headers import engine_request, is_event_stream, read_headers, returned_headers
 
 NAME = st.sampled_from([b"accept", b"x-custom", b"cookie", b"accept-language", b"user-agent", b"content-type"])
 VALUE = st.binary(max_size=20).filter(lambda value: b"\r" not in value and b"\n" not in value)
@@ -58,3 +58,9 @@ def test_an_answers_headers() -> None:
         (b"X-Engine", b"Kept"),
     ]
     assert returned_headers(given_headers) == [(b"content-type", b"text/event-stream"), (b"x-engine", b"Kept")]
+
+
+def test_an_event_stream_is_known_by_its_type() -> None:
+    assert is_event_stream([(b"x", b"y"), (b"Content-Type", b"Text/Event-Stream; charset=utf-8")])
+    assert not is_event_stream([(b"Content-Type", b"application/json")])
+    assert not is_event_stream([])

@@ -19,16 +19,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from services.proxyd.headers import IncomingHeaders, engine_request, returned_headers
-from services.proxyd.interfaces import Headers, Place
-from services.proxyd.io.lease_client import Lease, LeaseClient
-from services.proxyd.io.upstream import Address, NotReached, UpstreamFailed, UpstreamPool, UpstreamResponse
+from services.proxyd.headers import IncomingHeaders, engine_request, is_event_stream, returned_headers
+from services.proxyd.io.data_plane import DataPlane, Receive, Scope, Send, SilenceWatch, mesh_headers, target_of
+from services.proxyd.io.lease_client import Lease
+from services.proxyd.io.upstream import NotReached, UpstreamFailed, UpstreamResponse
 from services.proxyd.io.waiting import LeaseWait
-from services.proxyd.mesh_view import MeshView, NotReady, Ready, Unsettled
+from services.proxyd.mesh_view import NotReady, Ready, Unsettled
 from services.proxyd.replies import (
     STREAM_TYPE,
     Failure,
@@ -42,9 +40,8 @@ from services.proxyd.request_head import BadRequest, parse_head, session_key
 from services.proxyd.requests_log import RequestRecord
 from services.proxyd.resolution import failure_of
 from services.proxyd.routes import InferenceRoute
-from services.proxyd.routing import CoolDowns, choose_host
+from services.proxyd.routing import choose_host
 from services.proxyd.usage import BodyEnds, Usage, read_usage
-from shared.config import ApiSection
 from shared.ids import ModelName
 
 ATTEMPTS = 3
@@ -52,42 +49,8 @@ RETRY_SECONDS = (0.1, 0.5)
 """Between attempts on one node: launcherd sees an engine's exit within milliseconds, and then the lease waits for the
 engine that comes next."""
 WATCH_AFTER_SECONDS = 0.05
-STALL_SECONDS = 2.0
-"""Silence after which launcherd is asked to probe the engine. Not an error by itself: prefill may take longer."""
 WHOLE_BYTES = 64 * 1024
 """An answer that is no stream is held until it is complete or so large: cut before that, it is tried again."""
-
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[dict[str, Any]]]
-Send = Callable[[dict[str, Any]], Awaitable[None]]
-
-
-@dataclass(slots=True)
-class DataPlane:
-    """What all exchanges share."""
-
-    view: MeshView
-    leases: LeaseClient
-    place: Place
-    config: ApiSection
-    node_name: str
-    pool: UpstreamPool
-    cors: Callable[[Headers], list[tuple[bytes, bytes]]]
-    cool_downs: CoolDowns = field(default_factory=CoolDowns)
-    node_header: bytes = b""
-    _addresses: dict[str, tuple[Address, bytes]] = field(default_factory=dict)
-
-    def address(self, base_url: str) -> tuple[Address, bytes]:
-        """(host, port) and the Host header of ``http://HOST:PORT``."""
-        known = self._addresses.get(base_url)
-        if known is None:
-            if len(self._addresses) > 1000:
-                self._addresses.clear()
-            authority = base_url.removeprefix("http://")
-            host, _, port = authority.rpartition(":")
-            known = self._addresses[base_url] = ((host.strip("[]"), int(port)), authority.encode("ascii"))
-        return known
-
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
@@ -110,7 +73,7 @@ class Exchange:
         "_scope",
         "_send",
         "_sent_at",
-        "_silence_told",
+        "_silence",
         "_streams",
         "_task",
         "_watcher",
@@ -146,7 +109,7 @@ class Exchange:
         self._lease: Lease | None = None
         self._response: UpstreamResponse | None = None
         self._sent_at = 0.0
-        self._silence_told = False
+        self._silence = SilenceWatch()
 
     async def run(self) -> None:
         self._task = asyncio.current_task()
@@ -213,17 +176,14 @@ class Exchange:
 
     def sweep(self, now: float) -> None:
         """Called a few times a second while the request runs."""
-        if self._watcher is None and self._task is not None and now - self._body_at > WATCH_AFTER_SECONDS:
+        if self._watcher is None and self._body and now - self._body_at > WATCH_AFTER_SECONDS:
             self.watch()
         lease, response = self._lease, self._response
         if lease is None:
             return
-        heard_at = self._sent_at if response is None else response.heard_at
-        if now - heard_at < STALL_SECONDS:
-            self._silence_told = False
-        elif not self._silence_told and (response is None or not response.buffered_bytes):
-            self._silence_told = True
-            self._plane.leases.suspect(lease, f"no byte for {now - heard_at:.1f} s", broken=False)
+        if response is None or not response.buffered_bytes:
+            heard_at = self._sent_at if response is None else response.heard_at
+            self._silence.look(self._plane.leases, lease, heard_at, now)
 
     def watch(self) -> None:
         """Notice from now on that the client goes away."""
@@ -231,8 +191,6 @@ class Exchange:
             self._watcher = asyncio.get_running_loop().create_task(self._watch(), name="client watch")
 
     async def _watch(self) -> None:
-        if self._body_at <= self.record.started:
-            return
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self.finished and self._task is not None:
@@ -242,17 +200,10 @@ class Exchange:
     # -- resolving and waiting ----------------------------------------------------------------------------
 
     async def _answer(self, name: ModelName | None) -> None:
-        plane, record = self._plane, self.record
-        wanted = plane.view.resolve(name, self._route.type)
+        """Attempts until one succeeds. Raises: Failure."""
+        record = self.record
         while record.attempts < ATTEMPTS:
-            if not isinstance(wanted, Ready | NotReady | Unsettled):
-                raise failure_of(wanted, self._route)
-            lease = None
-            if isinstance(wanted, Ready) and self._is_local(wanted):
-                record.model = wanted.model
-                lease = plane.leases.try_acquire(wanted.model)
-            if lease is None:
-                lease = await self._wait(name)
+            lease = await self._find_lease(name)
             record.reason = ""
             record.attempts += 1
             self._lease = lease
@@ -261,11 +212,10 @@ class Exchange:
                     return
             finally:
                 self._lease = None
-                plane.leases.release(lease)
+                self._plane.leases.release(lease)
             if record.attempts < ATTEMPTS:
                 self.watch()
                 await asyncio.sleep(RETRY_SECONDS[record.attempts - 1])
-            wanted = plane.view.resolve(name, self._route.type)
         raise Failure(
             503,
             "engine_failed",
@@ -273,6 +223,19 @@ class Exchange:
             f"'meshctl logs launcherd' and 'meshctl why {record.model}' tell more",
             retry_after_seconds=10,
         )
+
+    async def _find_lease(self, name: ModelName | None) -> Lease:
+        """At once where there is a free credit, else after waiting. Raises: Failure."""
+        plane = self._plane
+        wanted = plane.view.resolve(name, self._route.type)
+        if not isinstance(wanted, Ready | NotReady | Unsettled):
+            raise failure_of(wanted, self._route)
+        if isinstance(wanted, Ready) and self._is_local(wanted):
+            self.record.model = wanted.model
+            lease = plane.leases.try_acquire(wanted.model)
+            if lease is not None:
+                return lease
+        return await self._wait(name)
 
     def _is_local(self, wanted: Ready) -> bool:
         """Whether this node's own engine is the one to ask. Hosts elsewhere need a tunnel to be candidates."""
@@ -310,20 +273,16 @@ class Exchange:
 
     async def _attempt(self, lease: Lease) -> bool:
         """Whether the request is answered; False when another attempt may do better."""
-        plane, scope = self._plane, self._scope
+        plane = self._plane
         address, authority = plane.address(lease.base_url)
-        target: bytes = scope["raw_path"]
-        if scope["query_string"]:
-            target = target + b"?" + scope["query_string"]
+        target = target_of(self._scope)
         head = engine_request(target, authority, lease.api_key, self._incoming.forwarded, len(self._body))
         self._sent_at = time.monotonic()
-        self._silence_told = False
         try:
-            response = await plane.pool.request(address, head, self._body)
+            response = self._response = await plane.pool.request(address, head, self._body)
         except NotReached as error:
             self._engine_failed(lease, error)
             return False
-        self._response = response
         try:
             return await self._forward(response, lease)
         finally:
@@ -336,10 +295,7 @@ class Exchange:
         self._plane.leases.suspect(lease, error.detail, broken=True)
 
     async def _forward(self, response: UpstreamResponse, lease: Lease) -> bool:
-        is_stream = False
-        for name, value in response.headers:
-            if len(name) == 12 and name.lower() == b"content-type":
-                is_stream = value.startswith(STREAM_TYPE)
+        is_stream = is_event_stream(response.headers)
         try:
             data = await self._first_bytes(response, is_stream)
         except UpstreamFailed as error:
@@ -382,11 +338,7 @@ class Exchange:
         return True
 
     def _answered(self, response: UpstreamResponse, usage: Usage) -> None:
-        record = self.record
-        record.outcome = "ok" if response.status < 400 else "error"
-        record.prompt_tokens = usage.prompt_tokens
-        record.completion_tokens = usage.completion_tokens
-        record.tokens_per_second = usage.tokens_per_second
+        self.record.answered(response.status, usage)
         self._plane.cool_downs.succeeded(self._plane.view.self_id)
 
     @staticmethod
@@ -439,17 +391,7 @@ class Exchange:
     # -- answering ----------------------------------------------------------------------------------------
 
     def _own_headers(self) -> list[tuple[bytes, bytes]]:
-        record = self.record
-        headers = [
-            (b"x-request-id", record.request_id.encode("ascii")),
-            (b"x-mesh-node", self._plane.node_header),
-            (b"x-mesh-queue-ms", b"%.1f" % (record.queue_seconds * 1000)),
-            (b"x-mesh-overhead-ms", b"%.2f" % (record.overhead_seconds * 1000)),
-            (b"x-mesh-attempts", b"%d" % record.attempts),
-        ]
-        if self._incoming.origin:
-            headers += self._plane.cors(self._scope["headers"])
-        return headers
+        return mesh_headers(self._plane, self.record, self._incoming, self._scope)
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self._head_sent = True

@@ -1,22 +1,20 @@
 """The inference port as a plain ASGI app: routes, access, errors, and one :class:`Exchange` per request.
 
-No framework in the byte path. While requests run, one timer looks after all of them (clients gone, engines silent);
-an idle port costs nothing.
+No framework in the byte path.
 
 Source: DESIGN §8.
 """
 
 from __future__ import annotations
 
-import asyncio
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 from services.proxyd.headers import read_headers
 from services.proxyd.interfaces import AccessCheck, Headers, Idle, MetricsSink, Place
-from services.proxyd.io.exchange import DataPlane, Exchange, Receive, Scope, Send
+from services.proxyd.io.data_plane import DataPlane, Receive, RunningRequests, Scope, Send
+from services.proxyd.io.exchange import Exchange
 from services.proxyd.io.lease_client import LeaseClient
 from services.proxyd.io.upstream import UpstreamPool
 from services.proxyd.mesh_view import MeshView, Unknown
@@ -42,10 +40,8 @@ from services.proxyd.routes import (
     find_route,
 )
 from shared.config import ApiSection
-from shared.ids import ModelName, RequestId
+from shared.ids import ModelName
 from shared.version import VERSION
-
-SWEEP_SECONDS = 0.1
 
 
 class InferenceApp:
@@ -72,7 +68,6 @@ class InferenceApp:
         self._log = requests_log
         self._metrics = metrics
         self._idle = idle
-        self._unserved = unserved
         self._pool = UpstreamPool()
         self._plane = DataPlane(
             view=view,
@@ -82,12 +77,8 @@ class InferenceApp:
             node_name=node_name,
             pool=self._pool,
             cors=lambda headers: access.response_headers(headers, "inference"),
-            node_header=node_name.encode("ascii", "replace"),
         )
-        self._running: set[Exchange] = set()
-        self._sweep_armed = False
-        self._id_prefix = os.urandom(8).hex()
-        self._id_count = 0
+        self._running = RunningRequests(requests_log, metrics, view, unserved)
 
     @property
     def config(self) -> ApiSection:
@@ -135,7 +126,7 @@ class InferenceApp:
         started = time.monotonic()
         incoming = read_headers(scope["headers"])
         record = RequestRecord(
-            request_id=self._request_id(incoming.request_id),
+            request_id=self._plane.request_id(incoming.request_id),
             route=route.path,
             started=started,
             node=self._plane.node_name,
@@ -144,39 +135,11 @@ class InferenceApp:
             await self._error(IDLE, route.style, scope["headers"], send, record.request_id)
             return
         exchange = Exchange(self._plane, route, scope, receive, send, incoming, record)
-        self._running.add(exchange)
-        self._log.begin(record)
-        self._metrics.active(1)
-        if not self._sweep_armed:
-            self._sweep_armed = True
-            asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+        self._running.begin(exchange)
         try:
             await exchange.run()
         finally:
-            self._running.discard(exchange)
-            self._metrics.active(-1)
-            self._log.finish(record)
-            self._metrics.observe(record)
-            if not record.attempts and record.model is not None and record.status != 429:
-                self._count_unserved(record.model)
-
-    def _count_unserved(self, model: ModelName) -> None:
-        if self._view.model(model) is not None:
-            self._unserved(model)
-
-    def _request_id(self, given: bytes) -> RequestId:
-        if given:
-            return RequestId(given.decode("ascii"))
-        self._id_count += 1
-        return RequestId(f"{self._id_prefix}{self._id_count:08x}")
-
-    def _sweep(self) -> None:
-        self._sweep_armed = bool(self._running)
-        if self._sweep_armed:
-            now = time.monotonic()
-            for exchange in list(self._running):
-                exchange.sweep(now)
-            asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+            self._running.end(exchange)
 
     # -- what proxyd answers itself -----------------------------------------------------------------------
 
@@ -238,7 +201,7 @@ class InferenceApp:
         self, failure: Failure, style: ErrorStyle, headers: Headers, send: Send, request_id: str | None = None
     ) -> None:
         own = error_headers(failure)
-        own.append((b"x-request-id", (request_id or self._request_id(read_headers(headers).request_id)).encode()))
+        own.append((b"x-request-id", (request_id or self._plane.request_id(read_headers(headers).request_id)).encode()))
         await self._reply(failure.status, own, to_json(error_object(failure, style)), headers, send)
 
     async def _reply(

@@ -1,0 +1,168 @@
+"""What all requests of the inference port share, and what is known of those that run.
+
+While requests run, one timer looks after all of them (clients gone, engines silent); an idle port costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from services.proxyd.headers import IncomingHeaders
+from services.proxyd.interfaces import Headers, MetricsSink, Place
+from services.proxyd.io.lease_client import Lease, LeaseClient
+from services.proxyd.io.upstream import Address, UpstreamPool
+from services.proxyd.mesh_view import MeshView
+from services.proxyd.requests_log import RequestRecord, RequestsLog
+from services.proxyd.routing import CoolDowns
+from shared.config import ApiSection
+from shared.ids import ModelName, RequestId
+
+SWEEP_SECONDS = 0.1
+STALL_SECONDS = 2.0
+"""Silence after which launcherd is asked to probe the engine. Not an error by itself: prefill may take longer."""
+
+Scope = dict[str, Any]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+@dataclass(slots=True)
+class DataPlane:
+    """Where requests can go, and with what."""
+
+    view: MeshView
+    leases: LeaseClient
+    place: Place
+    config: ApiSection
+    node_name: str
+    pool: UpstreamPool
+    cors: Callable[[Headers], list[tuple[bytes, bytes]]]
+    cool_downs: CoolDowns = field(default_factory=CoolDowns)
+    node_header: bytes = b""
+    _addresses: dict[str, tuple[Address, bytes]] = field(default_factory=dict)
+    _id_prefix: str = field(default_factory=lambda: os.urandom(8).hex())
+    _id_count: int = 0
+
+    def __post_init__(self) -> None:
+        printable = "".join(char if char.isprintable() else "?" for char in self.node_name)
+        self.node_header = printable.encode("ascii", "replace")
+
+    def request_id(self, given: bytes) -> RequestId:
+        """The client's own id, or a new one: this process's random prefix and a count."""
+        if given:
+            return RequestId(given.decode("ascii"))
+        self._id_count += 1
+        return RequestId(f"{self._id_prefix}{self._id_count:08x}")
+
+    def address(self, base_url: str) -> tuple[Address, bytes]:
+        """(host, port) and the Host header of ``http://HOST:PORT``."""
+        known = self._addresses.get(base_url)
+        if known is None:
+            if len(self._addresses) > 1000:
+                self._addresses.clear()
+            authority = base_url.removeprefix("http://")
+            host, _, port = authority.rpartition(":")
+            known = self._addresses[base_url] = ((host.strip("[]"), int(port)), authority.encode("ascii"))
+        return known
+
+
+def target_of(scope: Scope) -> bytes:
+    """Path and query as the client wrote them."""
+    path: bytes = scope["raw_path"]
+    return path + b"?" + scope["query_string"] if scope["query_string"] else path
+
+
+def mesh_headers(
+    plane: DataPlane, record: RequestRecord, incoming: IncomingHeaders, scope: Scope
+) -> list[tuple[bytes, bytes]]:
+    """What every answer tells about its way, and CORS headers where they are due."""
+    headers = [
+        (b"x-request-id", record.request_id.encode("ascii")),
+        (b"x-mesh-node", plane.node_header),
+        (b"x-mesh-queue-ms", b"%.1f" % (record.queue_seconds * 1000)),
+        (b"x-mesh-overhead-ms", b"%.2f" % (record.overhead_seconds * 1000)),
+        (b"x-mesh-attempts", b"%d" % record.attempts),
+    ]
+    if incoming.origin:
+        headers += plane.cors(scope["headers"])
+    return headers
+
+
+class SilenceWatch:
+    """Tells launcherd once of each spell of silence of an engine."""
+
+    __slots__ = ("_told",)
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def look(self, leases: LeaseClient, lease: Lease, heard_at: float, now: float) -> None:
+        if now - heard_at < STALL_SECONDS:
+            self._told = False
+        elif not self._told:
+            self._told = True
+            leases.suspect(lease, f"no byte for {now - heard_at:.1f} s", broken=False)
+
+
+class Running(Protocol):
+    """A request under way."""
+
+    record: RequestRecord
+
+    def sweep(self, now: float) -> None:
+        """Called a few times a second."""
+        ...
+
+
+class RunningRequests:
+    """All requests under way, from their first byte to their record.
+
+    ``unserved`` is told of each request for an existing model that ended without any engine having had it.
+    """
+
+    def __init__(
+        self, requests_log: RequestsLog, metrics: MetricsSink, view: MeshView, unserved: Callable[[ModelName], None]
+    ) -> None:
+        self._log = requests_log
+        self._metrics = metrics
+        self._view = view
+        self._unserved = unserved
+        self._running: set[Running] = set()
+        self._armed = False
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def begin(self, request: Running) -> None:
+        self._running.add(request)
+        self._log.begin(request.record)
+        self._metrics.active(1)
+        if not self._armed:
+            self._armed = True
+            asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+
+    def end(self, request: Running) -> None:
+        self._running.discard(request)
+        record = request.record
+        self._metrics.active(-1)
+        self._log.finish(record)
+        self._metrics.observe(record)
+        if not record.attempts and record.model is not None and record.status != 429:
+            self._count_unserved(record.model)
+
+    def _count_unserved(self, model: ModelName) -> None:
+        if self._view.model(model) is not None:
+            self._unserved(model)
+
+    def _sweep(self) -> None:
+        self._armed = bool(self._running)
+        if self._armed:
+            now = time.monotonic()
+            for request in list(self._running):
+                request.sweep(now)
+            asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
