@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from services.electiond.view import Node, model_need_bytes
-from services.electiond.words import size_words
 from shared.ids import ModelName
 from shared.messages.mesh import AvailableModel
 from shared.messages.models import Assignment, ModelType
+from shared.words import size_words
 
 
 def assign_named(

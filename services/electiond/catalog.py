@@ -9,10 +9,10 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from services.electiond.view import Node, model_need_bytes
-from services.electiond.words import size_words
 from shared.ids import ModelName
 from shared.messages.mesh import AvailableModel
 from shared.messages.models import CatalogStatus, MeshModel, SlotChanged
+from shared.words import size_words
 
 WAITING_STATES = ("queued", "loading", "restarting")
 NAME_CHARACTERS = 200

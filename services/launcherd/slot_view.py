@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from services.launcherd.model_names import find_name, not_found_words
 from services.launcherd.slot import RUNNING, Slot
 from services.launcherd.slot_book import SlotBook
-from services.launcherd.slot_words import requests, size
+from services.launcherd.slot_words import requests
 from shared.ids import ModelName
 from shared.messages.leases import CreditsRecalled
 from shared.messages.models import DeviceChanged, InventoryChanged, SlotChanged
+from shared.words import size_words
 
 EVENTS_SHOWN = 12
 
@@ -67,7 +68,7 @@ def _on_disk(book: SlotBook, name: ModelName) -> list[str]:
     if known is None:
         return [not_found_words(name, book.models).capitalize() + "."]
     file = known.file
-    words = f"{name} is on this node's disk: {file.type}, {size(file.file_size_bytes)}, {file.path}."
+    words = f"{name} is on this node's disk: {file.type}, {size_words(file.file_size_bytes)}, {file.path}."
     return [words] if book.of(name) else [words, "It is not loaded."]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from services.launcherd.slot_events import DeviceMeasured
+from shared.words import size_words
 
 REASON_LIMIT = 900
 PLAIN_CODES = frozenset(
@@ -13,25 +14,20 @@ PLAIN_CODES = frozenset(
 """Failures that are told by their own code; all others are `load_failed`."""
 
 
-def size(count: int) -> str:
-    """Bytes for people."""
-    for unit, scale in (("GiB", 1024**3), ("MiB", 1024**2), ("KiB", 1024)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count} bytes"
-
-
 def requests(count: int) -> str:
     return "1 request" if count == 1 else f"{count} requests"
 
 
 def too_large(model: str, need_bytes: int, file_bytes: int, context_tokens: int, device: DeviceMeasured) -> str:
     """Why a model is refused before it starts, with the numbers."""
+    need, file, may_use, total, reserve = (
+        size_words(count)
+        for count in (need_bytes, file_bytes, device.capacity_bytes, device.total_bytes, device.reserve_bytes)
+    )
     return (
-        f"{model} needs {size(need_bytes)} (file {size(file_bytes)}, context of {context_tokens} tokens), but models "
-        f"may use {size(device.capacity_bytes)} of this node's {device.device}: {size(device.total_bytes)} in all, "
-        f"{size(device.reserve_bytes)} kept back. Nothing was unloaded for it. Try a smaller context or quantization, "
-        "or raise what models may use under [node] in mesh.toml"
+        f"{model} needs {need} (file {file}, context of {context_tokens} tokens), but models may use {may_use} of this "
+        f"node's {device.device}: {total} in all, {reserve} kept back. Nothing was unloaded for it. Try a smaller "
+        "context or quantization, or raise what models may use under [node] in mesh.toml"
     )
 
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from shared.words import size_words
+
 if TYPE_CHECKING:
     from rich.console import Console
-
-GIB = 1024**3
 
 
 def fail(code: str, detail: str, *, as_json: bool) -> None:
@@ -83,15 +83,9 @@ def age(seconds: float | None) -> str:
     return f"{seconds // 86_400:.0f}d"
 
 
-def size(count: int) -> str:
-    """Bytes in the units people buy memory in; empty for 0 (unknown)."""
-    if count <= 0:
-        return ""
-    if count < 1024**2:
-        return f"{count / 1024:.0f} KB"
-    if count < GIB:
-        return f"{count / 1024**2:.0f} MB"
-    return f"{count / GIB:.1f} GB"
+def size(size_bytes: int) -> str:
+    """In words; empty for 0, which is unknown."""
+    return size_words(size_bytes) if size_bytes > 0 else ""
 
 
 def console(*, error: bool = False) -> Console:

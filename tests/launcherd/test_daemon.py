@@ -383,11 +383,11 @@ def test_a_missing_file_evicts_nothing(node: LauncherNode, tmp_path: Path) -> No
 
 def test_a_model_that_cannot_fit_is_refused_with_the_numbers(node: LauncherNode) -> None:
     """TRAPS 29."""
-    node.configure(node={"max_vram_bytes": 1024 * 1024})
+    node.configure(node={"max_vram_bytes": 10**6})
     node.start()
     refused = node.refusal(LoadModel(model=ModelName("tiny-llm"), context_tokens=4096))
     assert refused.code == "model_too_large"
-    assert "1.0 MiB" in refused.detail
+    assert "1.0 MB" in refused.detail
 
 
 def test_two_launcherds_with_one_home(node: LauncherNode) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.electiond.words import size_words
+from shared.words import size_words
 
 
 @pytest.mark.parametrize(
