@@ -291,7 +291,7 @@ async def start_engine(command: EngineCommand, log_path: Path) -> EngineProcess:
     try:
         pid = await asyncio.shield(spawning)
     except asyncio.CancelledError:
-        spawning.add_done_callback(_kill_spawned)
+        await asyncio.shield(_kill_spawned(spawning))
         raise
     except FileNotFoundError as error:
         raise EngineMissing(f"the engine {command.argv[0]} is not there: {error.strerror}") from error
@@ -328,13 +328,13 @@ def _spawn(command: EngineCommand, log_path: Path) -> int:
     return process.pid
 
 
-def _kill_spawned(spawned: asyncio.Future[int]) -> None:
-    """Undoes a start that nobody waits for any more."""
-    if spawned.cancelled() or spawned.exception() is not None:
-        return
-    pid = spawned.result()
-    os.kill(pid, signal.SIGKILL)
-    spawned.get_loop().run_in_executor(None, os.waitpid, pid, 0)
+async def _kill_spawned(spawning: asyncio.Future[int]) -> None:
+    """Undoes a start that nobody waits for any more; the process is gone when this returns."""
+    await asyncio.wait([spawning])
+    if spawning.exception() is None:
+        pid = spawning.result()
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.to_thread(os.waitpid, pid, 0)
 
 
 def _missing(parts: Sequence[str]) -> str:

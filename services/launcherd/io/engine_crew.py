@@ -153,7 +153,7 @@ class EngineCrew:
         self._post(EngineExited(slot_id=slot_id, how=str(status), last_words=" | ".join(words)))
 
     async def _stop(self, slot_id: SlotId) -> None:
-        launch = self._launches.get(slot_id)
+        launch = self._launches.pop(slot_id, None)
         if launch is not None:
             launch.cancel()
             await asyncio.wait([launch])
