@@ -17,7 +17,9 @@ any view change        configured, no named one, none assigned,    rule of ``all
                        nothing on its way for a request
 SlotChanged ready      nobody assigned it yet                      becomes an assignment of its slot's origin
 SlotChanged coming     placed by the mesh, before a restart        stays an assignment
-SlotChanged unloaded   it was assigned                             withdrawn and declined; the node is its owner's
+SlotChanged unloaded   assigned; by its owner, or unused too long  withdrawn and declined; the node is its owner's
+SlotChanged unloaded   assigned; made room for another model       withdrawn and declined
+SlotChanged unloaded   assigned for a request that is gone         withdrawn
 SlotChanged failed     the mesh had placed it                      withdrawn and declined; the rule runs again
 PlaceModel             this node can serve it                      assigned with origin ``request``
 =====================  ==========================================  =============================================
@@ -268,8 +270,7 @@ class Elections:
             self._view.slots.pop(slot.slot_id, None)
             others = [other for other in self._view.slots.values() if other.model == slot.model]
             if not others and slot.model in self._assignments:
-                self._decline(slot.model, slot.reason)
-                self._held_by_owner = True
+                self._withdraw(slot)
             return
         self._view.slots[slot.slot_id] = slot
         if slot.state == "failed":
@@ -288,6 +289,21 @@ class Elections:
         ):
             words = "placed here by the mesh before"
             self._assign(Assignment(model=slot.model, origin=slot.origin, reason=words))
+
+    def _withdraw(self, slot: SlotChanged) -> None:
+        """An assigned model's last slot is gone: what that says about where the model belongs."""
+        match slot.ended_by:
+            case "owner" | "idle":
+                # Both are the owner's word: nothing is placed here by itself any more.
+                self._decline(slot.model, slot.reason)
+                self._held_by_owner = True
+            case "eviction" | "":
+                self._decline(slot.model, slot.reason)
+            case "dropped":
+                if self._assignments[slot.model].origin == "request":
+                    self._drop([slot.model])
+            case "replaced":
+                pass
 
     def _assign(self, assignment: Assignment) -> None:
         self._declined.pop(assignment.model, None)
@@ -326,9 +342,11 @@ class Elections:
         coming = [slot.model for slot in self._view.slots.values() if slot.state in WAITING_STATES]
         if coming:
             return f"waits for {', '.join(sorted(set(coming)))}, which is being loaded already"
-        found = assign_model(own, nodes, self._declined)
+        failed = {slot.model for slot in self._view.slots.values() if slot.state == "failed"}
+        avoided = self._declined.keys() | failed
+        found = assign_model(own, nodes, avoided)
         if found is None:
-            return why_unassigned(own, self._declined)
+            return why_unassigned(own, avoided)
         self._assign(found)
         return ""
 

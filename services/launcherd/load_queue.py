@@ -33,9 +33,12 @@ class LoadQueue:
         """Queued loads that only a request or an assignment wanted, after that went away."""
         book = self._book
         for slot in [book.slots[slot_id] for slot_id in book.queue]:
-            wanted = slot.asked or slot.restarts or (slot.placed and slot.name in book.placement.assignments)
-            if not wanted and not book.leases.waiting(slot.name):
-                book.drop(slot, "nobody waits for it any more")
+            if slot.asked or slot.restarts or book.leases.waiting(slot.name):
+                continue
+            if slot.name in book.placement.assignments and not book.placement.declined(slot.name, book.now):
+                slot.placed = True
+            else:
+                book.drop(slot, "nobody waits for it any more", "dropped")
 
     def load_assigned(self) -> None:
         """A queued slot for each assigned model that has none and is not declined."""
@@ -145,12 +148,12 @@ class LoadQueue:
             if slot.state == "ready":
                 age = book.now - book.last_use_at(slot)
                 book.note(slot.name, f"chosen to be unloaded: {reason}; last used {age:.0f} s ago")
-                book.start_drain(slot, Drain("evict", head.order, reason))
+                book.start_drain(slot, Drain("eviction", head.order, reason))
             elif slot.state == "restarting" and not self._awaited(slot, head):
                 book.decline(slot, reason)
                 head.loaders += slot.loaders if slot.name == head.name else []
                 slot.loaders = [] if slot.name == head.name else slot.loaders
-                book.drop(slot, reason)
+                book.drop(slot, reason, "eviction")
                 gone = True
         return gone
 
@@ -164,7 +167,7 @@ class LoadQueue:
         """Slots that were to make room and need not any more are kept."""
         book = self._book
         for slot in book.slots.values():
-            kept = slot.state == "draining" and slot.drain is not None and slot.drain.kind == "evict"
+            kept = slot.state == "draining" and slot.drain is not None and slot.drain.by == "eviction"
             if kept and slot.slot_id not in victims:
                 slot.drain = None
                 slot.move("ready", "kept: its place is not needed any more", book.now)
@@ -204,7 +207,7 @@ class LoadQueue:
     def _occupant(self, slot: Slot, wish: Assignment | None) -> Occupant:
         book = self._book
         ledger = book.leases.ledgers.get(slot.slot_id)
-        evicted = slot.drain is not None and slot.drain.kind == "evict"
+        evicted = slot.drain is not None and slot.drain.by == "eviction"
         protected = ""
         if wish is not None:
             ready_seconds = None if slot.ready_at is None else book.now - slot.ready_at

@@ -8,7 +8,7 @@ from typing import Literal
 from services.launcherd.command_line import EngineOptions
 from services.launcherd.slot_events import EngineEndpoint, KnownModel, ReplyToken
 from shared.ids import ModelName, SlotId
-from shared.messages.models import LoadOrigin, SlotChanged, SlotState
+from shared.messages.models import LoadOrigin, SlotChanged, SlotEnd, SlotState
 
 COUNTER_SECONDS = 0.25
 """Counters and reasons of a slot are published at most so often; its state at once."""
@@ -24,7 +24,7 @@ COMING: frozenset[SlotState] = frozenset({"queued", "loading", "ready", "restart
 class Drain:
     """Why a slot has to go. It still serves requests whose order is below `before`."""
 
-    kind: Literal["evict", "unload", "idle"]
+    by: SlotEnd
     before: int
     reason: str
 
@@ -57,6 +57,8 @@ class Slot:
     loaders: list[ReplyToken] = field(default_factory=list)
     endpoint: EngineEndpoint | None = None
     drain: Drain | None = None
+    """Why it goes, for draining slots and most that are stopping."""
+    ended_by: SlotEnd = ""
     hung: str = ""
     """What was seen when its engine hung: it is being stopped in order to be restarted."""
     ready_at: float | None = None
@@ -102,6 +104,7 @@ class Slot:
             last_use_age_seconds=round(now - self.last_use_at, 3),
             load_seconds=round(self.load_seconds, 3),
             log_path=endpoint.log_path if endpoint else "",
+            ended_by=self.ended_by,
         )
 
     def news(self, in_use: int, waiting: int) -> Literal["state", "counters", ""]:

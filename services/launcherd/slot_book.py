@@ -32,7 +32,15 @@ from shared.config import NodeConfig
 from shared.ids import ModelName, SlotId
 from shared.messages.common import Done, Refused
 from shared.messages.leases import CreditsConfirmed, LeaseGranted
-from shared.messages.models import DeviceChanged, InventoryChanged, LoadOrigin, ModelLoaded, SkippedFile, SlotChanged
+from shared.messages.models import (
+    DeviceChanged,
+    InventoryChanged,
+    LoadOrigin,
+    ModelLoaded,
+    SkippedFile,
+    SlotChanged,
+    SlotEnd,
+)
 
 HEALTH_SECONDS = 10.0
 """A ready engine is asked whether it lives at least so often. Its exit is noticed at once anyway."""
@@ -148,7 +156,7 @@ class SlotBook:
         for old in self.of(model.name):
             if old.state == "failed":
                 self.announce(slot)
-                self.drop(old, "tried again")
+                self.drop(old, "tried again", "replaced")
         return slot
 
     def start_drain(self, slot: Slot, drain: Drain) -> None:
@@ -156,12 +164,17 @@ class SlotBook:
         slot.move("draining", drain.reason, self.now)
 
     def stop(self, slot: Slot, reason: str) -> None:
+        """End its engine; `EngineStopped` or `EngineFailed` follows."""
         self.leases.close(slot.slot_id)
         slot.move("stopping", reason, self.now)
         self.effects.append(StopEngine(slot_id=slot.slot_id, reason=reason))
 
-    def drop(self, slot: Slot, reason: str) -> None:
-        """The slot's last word. Whoever waited for its load is refused, whoever waited for its end is answered."""
+    def drop(self, slot: Slot, reason: str, ended_by: SlotEnd = "") -> None:
+        """The slot's last word. Whoever waited for its load is refused, whoever waited for its end is answered.
+
+        `ended_by` is known already of a slot that was drained or stopped.
+        """
+        slot.ended_by = slot.drain.by if slot.drain is not None else ended_by
         del self.slots[slot.slot_id]
         self.leases.close(slot.slot_id)
         if slot.slot_id in self.queue:
@@ -204,7 +217,7 @@ class SlotBook:
                 self.refuse(waiter, refused)
         for old in self.of(slot.name):
             if old.state == "failed" and old is not slot:
-                self.drop(old, "failed again")
+                self.drop(old, "failed again", "replaced")
 
     def failure_record(self, name: ModelName) -> FailureRecord:
         return self.failures.setdefault(name, FailureRecord())

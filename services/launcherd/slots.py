@@ -227,17 +227,18 @@ class SlotTable:
                 words = f"{slot.name} was unloaded while the request waited for it; ask again to load it"
                 for waiter in list(book.leases.line(slot.name)):
                     self._refuse(waiter, "unloaded", words)
-            if slot.state == "loading":
-                book.stop(slot, reason)
-            elif slot.state == "ready":
-                book.start_drain(slot, Drain("unload", book.next_order(), reason))
+            if slot.state == "ready":
+                book.start_drain(slot, Drain("owner", book.next_order(), reason))
             elif slot.state == "draining" and slot.drain is not None:
-                slot.drain = Drain("unload", slot.drain.before, reason)
-            elif slot.state == "stopping":
+                slot.drain = Drain("owner", slot.drain.before, reason)
+            elif slot.state in ("loading", "stopping"):
+                slot.drain = Drain("owner", 0, reason)
                 slot.hung = ""  # Not to be restarted.
+                if slot.state == "loading":
+                    book.stop(slot, reason)
             else:
                 book.failures.pop(slot.name, None)
-                book.drop(slot, reason)
+                book.drop(slot, reason, "owner")
         pending = [slot for slot in slots if slot.slot_id in book.slots]
         if not slots:
             book.reply(asked.token, Done(detail=f"{request.model or 'no model'} is not loaded: nothing to do"))
@@ -317,7 +318,7 @@ class SlotTable:
                 record = book.failures.get(slot.name)
                 if record is not None and record.code == "engine_missing":
                     del book.failures[slot.name]
-                    book.drop(slot, "an engine was installed since")
+                    book.drop(slot, "an engine was installed since", "replaced")
 
     def _adopt(self, adopted: EngineAdopted) -> None:
         book, memory = self.book, adopted.memory
@@ -414,12 +415,12 @@ class SlotTable:
         book.note(slot.name, reason)
         heir = book.make_slot(slot.model, slot.options, slot.origin, slot.order)
         heir.asked, heir.placed = slot.asked, slot.placed
-        heir.restarts, heir.requests_total = slot.restarts + 1, slot.requests_total
+        heir.restarts = slot.restarts + 1
         heir.last_use_at, heir.restart_at = slot.last_use_at, book.now + delay
         heir.loaders, slot.loaders = slot.loaders, []
         heir.move("restarting", f"{reason}; started again in {delay:.0f} s", book.now)
         book.announce(heir)
-        book.drop(slot, reason)
+        book.drop(slot, reason, "replaced")
 
     # -- time ------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,11 @@ LoadOrigin = Literal["flag", "request", "allocation", "promotion"]
 SlotState = Literal["queued", "loading", "ready", "draining", "stopping", "restarting", "failed", "unloaded"]
 
 
+SlotEnd = Literal["", "owner", "idle", "eviction", "dropped", "replaced"]
+"""Why a slot is ``unloaded``: by a person; unused for as long as its owner allows; to make room for another model;
+nobody waited for its load any more; or another slot of the same model stands or may stand in its place."""
+
+
 @part
 class LocalModel:
     """One model on this node's disk."""
@@ -96,6 +101,8 @@ class SlotChanged:
     last_use_age_seconds: float = 0.0
     load_seconds: float = 0.0
     log_path: str = ""
+    ended_by: SlotEnd = ""
+    """Only of an ``unloaded`` slot."""
 
 
 # -- requests launcherd serves ----------------------------------------------------------------------------

@@ -218,25 +218,59 @@ def test_a_model_that_became_ready_on_request_becomes_an_assignment() -> None:
     assert machine.assigned == {"a": "request", "b": "allocation"}
 
 
-def test_an_unloaded_model_is_declined_and_the_node_is_left_to_its_owner() -> None:
+@pytest.mark.parametrize("ended_by", ["owner", "idle"])
+def test_an_unloaded_model_is_declined_and_the_node_is_left_to_its_owner(ended_by: str) -> None:
     """After its owner emptied a node, the mesh does not fill it again by itself."""
     machine = settled(slot("b", "ready"), a=GB, b=2 * GB)
-    machine.tell(slot("b", "unloaded", reason="unloaded by meshctl"))
+    machine.tell(slot("b", "unloaded", reason="unloaded by meshctl", ended_by=ended_by))
     assert machine.assigned == {}
     assert machine.why == "the last model was unloaded; a model loads when it is asked for"
     assert machine.memory == Memory(declined=((name("b"), "unloaded by meshctl"),), held_by_owner=True)
     assert "It is not placed here by itself any more: unloaded by meshctl." in machine.elections.explain("b")
 
 
+def test_an_evicted_model_is_declined_but_the_node_is_not_held() -> None:
+    """An eviction for another model must not hold allocation off for ever."""
+    machine = settled(slot("b", "ready"), a=GB, b=2 * GB, c=GB)
+    machine.tell(slot("a", "queued", origin="request"))
+    machine.tell(slot("b", "unloaded", reason="makes room for a", ended_by="eviction"))
+    assert machine.assigned == {}
+    assert machine.why == "waits for a, which is being loaded already"
+    machine.tell(slot("a", "failed", origin="request", reason="crashed"))
+    assert machine.assigned == {"c": "allocation"}, "neither what was evicted nor what has just failed"
+    assert machine.memory == Memory(declined=((name("b"), "makes room for a"),))
+
+
+def test_a_load_that_nobody_waits_for_any_more_changes_nothing() -> None:
+    """Not its owner's word: the model is not declined, and the rule goes on."""
+    machine = settled(slot("b", "queued"), a=GB, b=2 * GB)
+    machine.tell(slot("b", "unloaded", ended_by="dropped"))
+    assert machine.assigned == {"b": "allocation"}
+    machine.tell(slot("b", "ready"))
+    machine.tell(PlaceRequested(1, name("a")))
+    machine.tell(slot("a", "queued", origin="request"))
+    assert machine.assigned == {"a": "request", "b": "allocation"}
+    machine.tell(slot("a", "unloaded", origin="request", ended_by="dropped"))
+    assert machine.assigned == {"b": "allocation"}
+    assert machine.memory == Memory()
+
+
+def test_a_slot_that_is_replaced_says_nothing_about_its_model() -> None:
+    machine = Machine(config("a"), launcher(a=GB), MembersReplaced((member(),)))
+    machine.tell(slot("a", "failed", origin="flag", reason="no engine"))
+    machine.tell(slot("a", "unloaded", origin="flag", reason="an engine was installed since", ended_by="replaced"))
+    assert machine.assigned == {"a": "flag"}
+
+
 def test_a_declined_model_comes_back_when_somebody_asks() -> None:
-    machine = settled(slot("b", "ready"), slot("b", "unloaded"), b=2 * GB)
+    machine = settled(slot("b", "ready"), slot("b", "unloaded", ended_by="owner"), b=2 * GB)
     machine.tell(PlaceRequested(1, name("b")))
     assert machine.assigned == {"b": "request"}
     assert machine.memory.declined == ()
 
 
 def test_a_declined_model_comes_back_when_its_owner_names_it_anew() -> None:
-    machine = settled(slot("b", "ready"), slot("b", "unloaded"), b=2 * GB)
+    machine = settled(slot("b", "ready"), slot("b", "unloaded", ended_by="owner"), b=2 * GB)
     machine.tell(config("b.gguf"))
     assert machine.assigned == {"b": "flag"}
 
@@ -245,12 +279,12 @@ def test_what_was_declined_stays_so_over_a_restart_of_electiond() -> None:
     reports = (launcher(a=GB, b=GB), MembersReplaced((member(),)))
     machine = Machine(config("a"), *reports)
     machine.tell(slot("a", "ready", origin="flag"))
-    machine.tell(slot("a", "unloaded"))
+    machine.tell(slot("a", "unloaded", ended_by="owner"))
     assert machine.assigned == {}
     again = machine.restarted(config("a"), *reports)
     assert again.assigned == {}, "the same configuration names nothing anew"
     assert machine.restarted(config("a", "b"), *reports).assigned == {"b": "flag"}
-    emptied = settled(slot("b", "ready"), slot("b", "unloaded"), a=GB, b=2 * GB)
+    emptied = settled(slot("b", "ready"), slot("b", "unloaded", ended_by="owner"), a=GB, b=2 * GB)
     assert emptied.restarted(config(), launcher(a=GB, b=2 * GB), MembersReplaced((member(),))).assigned == {}
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -12,6 +14,7 @@ from services.electiond.elections import (
     Stimulus,
 )
 from shared.io.drive import Tick
+from shared.messages.models import SlotEnd
 from tests.electiond.machine import Machine, config, launcher
 from tests.electiond.nodes import GB, device, inventory, local, member, model, name, served, slot
 
@@ -27,10 +30,11 @@ STIMULI = st.one_of(
         st.lists(st.tuples(TEXTS, st.sampled_from(["queued", "ready", "failed"])), max_size=2),
     ),
     st.builds(
-        lambda text, state, origin: slot(text, state, origin=origin),
+        lambda text, state, origin, ended_by: slot(text, state, origin=origin, ended_by=ended_by),
         TEXTS,
         st.sampled_from(["queued", "loading", "ready", "draining", "stopping", "restarting", "failed", "unloaded"]),
         st.sampled_from(["flag", "request", "allocation", "promotion"]),
+        st.sampled_from(get_args(SlotEnd)),
     ),
     st.builds(
         lambda peer, state: member(peer, model("d"), is_self=False, state=state, hosted=(served("d"),)),

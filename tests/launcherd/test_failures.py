@@ -143,6 +143,24 @@ def test_the_heir_is_published_before_the_slot_it_replaces_is_gone() -> None:
     assert [(item.slot_id == old, item.state) for item in news] == [(False, "restarting"), (True, "unloaded")]
 
 
+def test_the_restarted_engine_counts_its_requests_from_zero() -> None:
+    """Demand is counted per slot id from 0: what the old slot counted is not counted again."""
+    world = World()
+    old = world.bring_up("a")
+    world.acquire("a")
+    world.report(a=(2, 1, 5))
+    world.advance(1)
+    world.crash("a")
+    assert world.slots[old].requests_total == 5
+    assert world.slot("a").requests_total == 0
+    world.advance(1.01)
+    world.ready("a")
+    world.acquire("a")
+    world.report(a=(2, 1, 3))
+    world.advance(1)
+    assert world.slot("a").requests_total == 3
+
+
 def test_a_crash_loop_ends_as_failed_with_the_last_words() -> None:
     """Restart after 1 and 2 s; the third crash in 60 s makes it failed, with the engine's last words as the reason."""
     world = World()

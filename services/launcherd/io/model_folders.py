@@ -265,9 +265,7 @@ def sha256_file(path: str, stop: threading.Event, on_progress: Callable[[int], N
     return digest.hexdigest()
 
 
-def _gguf_files(
-    folders: Sequence[Path], may_be_missing: Collection[Path], skipped: list[Skipped]
-) -> Iterator[Path]:
+def _gguf_files(folders: Sequence[Path], may_be_missing: Collection[Path], skipped: list[Skipped]) -> Iterator[Path]:
     """Every `.gguf` below the folders, in a fixed order, each real folder once. Hidden folders are left out."""
     visited: set[tuple[int, int]] = set()
     for folder in folders:
