@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shared.status_view import NodeStatus
+    from shared.node_status import NodeStatus
 
 HINT_LIMIT = 4
 """More than a handful of suggestions is none."""

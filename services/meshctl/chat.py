@@ -17,7 +17,7 @@ from services.meshctl.up import bring_up, changes_of
 from shared.errors import MeshError
 
 if TYPE_CHECKING:
-    from shared.status_view import NodeStatus
+    from shared.node_status import NodeStatus
 
 HELP_TEXT = "Type a message. /reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
 

@@ -19,7 +19,7 @@ from shared.messages.common import ExplainSubject, Explanation
 from shared.messages.models import InventoryChanged, RescanModels, UnloadModel
 
 if TYPE_CHECKING:
-    from shared.status_view import ModelStatus, NodeStatus
+    from shared.node_status import ModelStatus, NodeStatus
 
 UNLOAD_SECONDS = 600.0
 """Requests that are running finish first."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from shared.codec import Message
     from shared.config import NodeConfig
     from shared.messages.common import DaemonInfo
-    from shared.status_view import NodeStatus, ProcessRow
+    from shared.node_status import NodeStatus, ProcessRow
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from shared.version import VERSION
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from shared.status_view import ModelStatus, NodeStatus
+    from shared.node_status import ModelStatus, NodeStatus
 
 WATCH_SECONDS = 1.0
 

@@ -24,8 +24,9 @@ from services.meshctl.output import Waiting, age, clean, print_json, progress
 from services.meshctl.reload import Reloaded, reload_daemons, say_reloaded
 from shared.config import parse_limits
 from shared.errors import MeshError, StateError
+from shared.node_status import DaemonStatus, NodeStatus
 from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
-from shared.status_view import DaemonStatus, NodeStatus, to_jsonable
+from shared.status_view import to_jsonable
 from shared.supervisor_conf import layout_of, render
 
 READY_SECONDS = 60.0

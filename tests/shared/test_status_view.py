@@ -31,7 +31,8 @@ from shared.messages.models import (
     SkippedFile,
     SlotChanged,
 )
-from shared.status_view import NodeStatus, ProcessRow, build_status, process_rows, to_jsonable
+from shared.node_status import NodeStatus, ProcessRow
+from shared.status_view import build_status, process_rows, to_jsonable
 
 ME, OTHER = PeerId("12D3KooWme"), PeerId("12D3KooWother")
 ADDRESS = "/ip4/127.0.0.1/udp/4001/quic-v1/p2p/12D3KooWme"

@@ -26,8 +26,9 @@ from shared.messages.common import (
     Snapshot,
     Story,
 )
+from shared.node_status import NodeStatus, ProcessRow
 from shared.paths import NodePaths
-from shared.status_view import NodeStatus, ProcessRow, build_status, process_rows
+from shared.status_view import build_status, process_rows
 
 SURVEY_SECONDS = 1.5
 RELOAD_SECONDS = 10.0

@@ -1,0 +1,174 @@
+"""What a node's status consists of: the words of ``meshctl status --json`` and of the management port.
+
+:mod:`shared.status_view` builds it, :mod:`shared.status_hints` says what to do next about it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.messages.models import SlotState
+
+Overall = Literal["down", "idle", "starting", "degraded", "ready"]
+ModelStatusWord = Literal["unloaded", "loading", "ready", "needs_capacity", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessRow:
+    """One process as supervisord sees it. ``restarts`` counts starts after the first, None when nobody knows."""
+
+    name: str
+    state: str
+    """supervisord's word in lower case: running, starting, backoff, fatal, exited, stopped, stopping."""
+    pid: int = 0
+    uptime_seconds: float | None = None
+    down_seconds: float | None = None
+    reason: str = ""
+    log_path: str = ""
+    restarts: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DaemonStatus:
+    name: str
+    state: str
+    """``running`` when the process runs and answers, ``silent`` when it runs and does not, else supervisord's word
+    (``unknown`` without supervisord)."""
+    pid: int
+    """The process that supervisord started; ``kill`` it and supervisord starts another."""
+    serving_pid: int
+    """The process that answers: proxyd's worker, else the same."""
+    uptime_seconds: float | None
+    restarts: int | None
+    detail: str
+    """The daemon's own line, or why it is not running."""
+    version: str
+    down_seconds: float | None
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HereStatus:
+    """The model's slot on this node."""
+
+    state: SlotState
+    reason: str
+    origin: str
+    busy: int
+    parallel: int
+    waiting: int
+    context_tokens: int
+    requests_total: int
+    restarts: int
+    load_seconds: float
+    state_age_seconds: float
+    last_use_age_seconds: float
+    pid: int
+    port: int
+    log_path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelStatus:
+    name: str
+    type: str
+    status: ModelStatusWord
+    reason: str
+    hosts: tuple[str, ...]
+    """Names of the nodes that serve it now; the node id where no name is known."""
+    host_ids: tuple[str, ...]
+    nodes_on_disk: int
+    on_disk_here: bool
+    size_bytes: int
+    need_bytes: int
+    context_tokens: int
+    architecture: str
+    quantization: str
+    parameters: int
+    builtin: bool
+    requested: bool
+    path: str
+    here: HereStatus | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerStatus:
+    """One node of the mesh, this one included (``is_self``)."""
+
+    peer_id: str
+    name: str
+    state: str
+    reason: str
+    role: str
+    node_state: str
+    version: str
+    device: str
+    vram_bytes: int
+    addresses: tuple[str, ...]
+    hosted: tuple[str, ...]
+    models_on_disk: int
+    age_seconds: float
+    is_self: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addresses:
+    """URLs and multiaddrs; empty while the daemon that listens there has not said so."""
+
+    api: str = ""
+    console: str = ""
+    mesh: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ports:
+    api: int | None = None
+    console: int | None = None
+    mesh: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeView:
+    peer_id: str
+    name: str
+    version: str
+    role: str
+    state: str
+    mesh_id: str
+    mesh_name: str
+    device: str
+    vram_bytes: int
+    total_bytes: int
+    engine: str
+    engine_reason: str
+    scanning: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkippedView:
+    path: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestsView:
+    total: int = 0
+    active: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeStatus:
+    overall: Overall
+    summary: str
+    """One sentence for the first line of the screen."""
+    node: NodeView
+    addresses: Addresses
+    ports: Ports
+    requests: RequestsView
+    daemons: tuple[DaemonStatus, ...]
+    models: tuple[ModelStatus, ...]
+    skipped: tuple[SkippedView, ...]
+    peers: tuple[PeerStatus, ...]
+    hints: tuple[str, ...]
+    """What to do next, each a sentence or a command."""
