@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shared.announced import available_model, hosted_models
 from shared.ids import ModelName, PeerId
 from shared.messages.mesh import Announcement, AvailableModel, MemberChanged, ServedModel
 from shared.messages.models import DeviceChanged, LocalModel, SlotChanged
@@ -82,30 +83,9 @@ def own_node(
         name=said.name if said else "this node",
         vram_bytes=device.vram_bytes if device else 0,
         device=device.device if device else "cpu",
-        models={model.name: _available(model) for model in models},
-        hosted=tuple(
-            ServedModel(model=slot.model, type=slot.type, parallel=slot.parallel)
-            for slot in sorted(slots, key=lambda slot: slot.model)
-            if slot.state == "ready"
-        ),
+        models={model.name: available_model(model) for model in models},
+        hosted=hosted_models(slots),
         requested=wanted,
         addresses=said.addresses if said else (),
         is_self=True,
-    )
-
-
-def _available(model: LocalModel) -> AvailableModel:
-    return AvailableModel(
-        name=model.name,
-        type=model.type,
-        file_size_bytes=model.file_size_bytes,
-        file_hash=model.file_hash,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        compute_bytes=model.compute_bytes,
-        context_tokens=model.context_tokens,
-        parallel=model.parallel,
-        architecture=model.architecture,
-        quantization=model.quantization,
-        parameters=model.parameters,
-        builtin=model.builtin,
     )
