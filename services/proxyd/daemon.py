@@ -105,6 +105,7 @@ class Worker:
             requests_log=self._requests,
             metrics=self._metrics,
             idle=lambda: not self.config.configured,
+            unserved=self._on_unserved,
         )
         self._gate = ManagementGate(self._access)
         self._services = {
@@ -213,15 +214,13 @@ class Worker:
         return Mirror(daemon, self.paths, on_snapshot, on_message, on_new_boot)
 
     async def _place(self, model: ModelName) -> ModelPlaced:
-        try:
-            reply = await self._electiond.request(PlaceModel(model=model), deadline_seconds=PLACE_SECONDS)
-        except RequestRefused as error:
-            if error.code == "needs_capacity":
-                self._tasks.start(self._count_unserved(model), f"demand for {model}")
-            raise
+        reply = await self._electiond.request(PlaceModel(model=model), deadline_seconds=PLACE_SECONDS)
         if not isinstance(reply, ModelPlaced):
             raise DaemonUnreachable(f"electiond answered {type(reply).__name__} instead of a place for {model}")
         return reply
+
+    def _on_unserved(self, model: ModelName) -> None:
+        self._tasks.start(self._count_unserved(model), f"demand for {model}")
 
     async def _count_unserved(self, model: ModelName) -> None:
         """Nobody will grant a lease for this request, so the node it entered counts it. Source: docs/spec/demand.md."""
