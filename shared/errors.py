@@ -84,7 +84,9 @@ class NoRoute(MeshError):
 
 
 class LoadFailed(MeshError):
-    """A model did not become ready. Every kind but :class:`ModelFileMissing` counts for evict-all-and-retry."""
+    """A model did not become ready. Every kind counts for evict-all-and-retry, but those where no other model can be
+    to blame: :class:`ModelFileMissing`, :class:`EngineMissing`, :class:`StateNotWritable`.
+    """
 
     code = "load_failed"
 
@@ -127,6 +129,12 @@ class LoadTimedOut(LoadFailed):
     """The engine did not become ready in time."""
 
     code = "load_timed_out"
+
+
+class StateNotWritable(LoadFailed):
+    """The node's own folder cannot be written, so that no engine can be started."""
+
+    code = "state_not_writable"
 
 
 class ModelTooLarge(LoadFailed):

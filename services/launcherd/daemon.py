@@ -107,12 +107,11 @@ class Launcher:
             self.table, self.perform, quiet=(Tick, CreditsReported, CreditsReturned, EngineHealthy)
         )
         self.library = Library(paths, config, self.drive.post)
-        self.crew = EngineCrew(paths.engines, self.drive.post, tasks)
+        self.crew = EngineCrew(paths.engines, self._engine_news, tasks)
         self.bus: BusServer | None = None
         self.engine: Engine | None = None
         self._tokens = itertools.count(1)
         self._replies: dict[ReplyToken, asyncio.Future[codec.Message]] = {}
-        self._holders: dict[ReplyToken, HolderId] = {}
         self._told: dict[SlotId, str] = {}
         self._rescanned_at = -RESCAN_SECONDS
 
@@ -140,8 +139,8 @@ class Launcher:
                 log.info("engine_stops", slot=slot_id, reason=reason)
             case ProbeEngine(slot_id=slot_id):
                 self.crew.probe(slot_id, self.config.engine.hang_seconds)
-            case Reply(token=token, message=message):
-                self._reply(token, message)
+            case Reply():
+                self._reply(effect)
             case Publish(message=message):
                 if self.bus is not None:
                     self.bus.publish(message)
@@ -167,13 +166,12 @@ class Launcher:
         self.tasks.start(asyncio.to_thread(remove_logs, dropped), "old logs")
         self.crew.start(effect, self.engine, self.config.engine.readiness_seconds)
 
-    def _reply(self, token: ReplyToken, message: codec.Message) -> None:
-        future = self._replies.pop(token, None)
-        holder = self._holders.pop(token, None)
+    def _reply(self, reply: Reply) -> None:
+        future = self._replies.pop(reply.token, None)
         if future is not None and not future.done():
-            future.set_result(message)
-        elif isinstance(message, LeaseGranted):
-            self.drive.post(CallerGone(token=token, granted=message, holder=holder))
+            future.set_result(reply.message)
+        elif isinstance(reply.message, LeaseGranted):
+            self.drive.post(CallerGone(token=reply.token, granted=reply.message, holder=reply.holder))
 
     def _tell(self, slot: SlotChanged) -> None:
         """Log a slot's state once."""
@@ -184,6 +182,12 @@ class Launcher:
             del self._told[slot.slot_id]
         write = log.warning if slot.state in ("failed", "restarting") else log.info
         write(f"model_{slot.state}", model=slot.model, slot=slot.slot_id, pid=slot.pid, reason=slot.reason)
+
+    def _engine_news(self, news: Stimulus) -> None:
+        self.drive.post(news)
+        if isinstance(news, EngineFailed) and news.code == "engine_missing":
+            # It was there when it was looked for; perhaps another one is there now.
+            self.tasks.start(self.measure(), "device")
 
     # -- requests --------------------------------------------------------------------------------------------
 
@@ -223,8 +227,6 @@ class Launcher:
         token = ReplyToken(next(self._tokens))
         future: asyncio.Future[codec.Message] = asyncio.get_running_loop().create_future()
         self._replies[token] = future
-        if holder is not None:
-            self._holders[token] = holder
         self.drive.post(stimulus(token))
         try:
             return await future

@@ -29,7 +29,7 @@ from services.launcherd.slot_events import (
 )
 from services.launcherd.slot_words import clip, code_of
 from shared.config import NodeConfig
-from shared.ids import ModelName, SlotId
+from shared.ids import HolderId, ModelName, SlotId
 from shared.messages.common import Done, Refused
 from shared.messages.leases import CreditsConfirmed, LeaseGranted
 from shared.messages.models import (
@@ -101,16 +101,23 @@ class SlotBook:
         self._inventory_stale = True
         self.models = {model.name: model for model in models}
         self.skipped = skipped
-        for name, model in self.models.items():
-            old = before.get(name)
-            if old is not None and old.file != model.file:
-                # Another file: what was learned about the old one says nothing.
+        for name in before.keys() | self.failures.keys():
+            old, model = before.get(name), self.models.get(name)
+            if model is None or (old is not None and old.file != model.file):
+                # Another file, or none any more: what was learned about the old one says nothing.
                 self.failures.pop(name, None)
+        for slot in [slot for slot in self.slots.values() if slot.state == "failed" and slot.name not in self.models]:
+            self.drop(slot, "its file is gone", "dropped")
 
     # -- replies ---------------------------------------------------------------------------------------------
 
-    def reply(self, token: ReplyToken, message: Done | Refused | ModelLoaded | LeaseGranted | CreditsConfirmed) -> None:
-        self.effects.append(Reply(token=token, message=message))
+    def reply(
+        self,
+        token: ReplyToken,
+        message: Done | Refused | ModelLoaded | LeaseGranted | CreditsConfirmed,
+        holder: HolderId | None = None,
+    ) -> None:
+        self.effects.append(Reply(token=token, message=message, holder=holder))
 
     def refuse(self, waiter: Waiter, message: Refused) -> None:
         self.leases.remove(waiter)
@@ -252,7 +259,7 @@ class SlotBook:
                     parallel=slot.options.parallel,
                     queued_seconds=round(self.now - waiter.since, 6),
                 )
-                self.reply(waiter.token, lease)
+                self.reply(waiter.token, lease, waiter.holder)
 
     def finish_drains(self) -> None:
         """Stop what has no credit out and no request left to serve."""

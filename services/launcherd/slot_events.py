@@ -293,6 +293,8 @@ class ProbeEngine:
 class Reply:
     token: ReplyToken
     message: Done | Refused | ModelLoaded | LeaseGranted | CreditsConfirmed
+    holder: HolderId | None = None
+    """Who gets the credits of a `LeaseGranted`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

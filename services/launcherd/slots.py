@@ -85,6 +85,8 @@ SETTLE_SECONDS = 10.0
 """A load that began so soon after another engine ended may have met memory that was not free yet…"""
 SETTLE_LIMIT = 2
 """…and is tried again so often, after 1 and 2 s, before it counts as failed. Source: TRAPS 28."""
+BLAMELESS_CODES = frozenset({"model_file_missing", "engine_missing", "option_refused", "state_not_writable"})
+"""Load failures for which nothing that runs is to blame: unloading it would not help."""
 LOADING_WORDS = {
     "starting": "its engine starts",
     "loading": "its engine reads the model",
@@ -312,8 +314,9 @@ class SlotTable:
 
     def _measured(self, device: DeviceMeasured) -> None:
         book = self.book
+        had_none = book.device is not None and not book.device.engine
         book.device = device
-        if device.engine:
+        if device.engine and had_none:
             for slot in [slot for slot in book.slots.values() if slot.state == "failed"]:
                 record = book.failures.get(slot.name)
                 if record is not None and record.code == "engine_missing":
@@ -359,8 +362,7 @@ class SlotTable:
             book.loading = None
         if slot.state == "stopping":
             book.drop(slot, slot.reason)
-        elif failed.code in ("model_file_missing", "engine_missing", "option_refused"):
-            # Nothing that runs is to blame, and unloading it would not help.
+        elif failed.code in BLAMELESS_CODES:
             book.give_up(slot, failed.code, failed.detail)
         elif slot.restarts:
             self._crashed(slot, f"its engine could not be restarted: {failed.detail}", "")

@@ -16,6 +16,8 @@ from services.launcherd.io.model_folders import ModelFolders
 from services.launcherd.io.process import marked_processes, send_signal
 from services.launcherd.model_info import ModelFile
 from tests.engines import tiny_models
+from tests.engines.scripted_engine import Script
+from tests.launcherd.launcher_node import LauncherNode, launcher_node
 
 T = TypeVar("T")
 TEST_SECONDS = 30.0
@@ -82,3 +84,15 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], seconds: float 
             if result is True or (not isinstance(result, bool) and await result):
                 return
             await asyncio.sleep(0.01)
+
+
+@pytest.fixture
+def node(mesh_home: Path, tiny_folder: Path) -> Iterator[LauncherNode]:
+    with launcher_node(mesh_home, tiny_folder) as running:
+        yield running
+
+
+@pytest.fixture
+def scripted(node: LauncherNode) -> LauncherNode:
+    node.use_script(Script(tokens=60, token_seconds=0.02))
+    return node

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from services.launcherd.command_line import ENGINE_MARK
 from services.launcherd.io.engine_http import EngineAddress, call_engine
 from services.launcherd.io.process import marked_processes, send_signal
@@ -199,6 +201,14 @@ def launcher_node(home: Path, models: Path) -> Iterator[LauncherNode]:
         for identity, _ in left:
             send_signal(identity, signal.SIGKILL)
     assert not left, "engines were left behind"
+
+
+def pid_of(node: LauncherNode, model: str) -> int:
+    """Pid of a loaded model's engine."""
+    slot = node.slot(model)
+    assert slot is not None
+    assert psutil.pid_exists(slot.pid)
+    return slot.pid
 
 
 def alive(pid: int) -> bool:

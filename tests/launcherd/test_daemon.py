@@ -6,13 +6,10 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import msgpack
-import psutil
-import pytest
 import zmq
 
 from shared.errors import RequestRefused
@@ -36,21 +33,8 @@ from shared.paths import NodePaths
 from tests.daemons import start_daemon_process
 from tests.engines import tiny_models
 from tests.engines.scripted_engine import Script
-from tests.launcherd.launcher_node import LauncherNode, alive, change_script, chat, launcher_node
+from tests.launcherd.launcher_node import LauncherNode, alive, change_script, chat, pid_of
 from tests.waiting import run_async, until, wait_until
-
-
-@pytest.fixture
-def node(mesh_home: Path, tiny_folder: Path) -> Iterator[LauncherNode]:
-    with launcher_node(mesh_home, tiny_folder) as running:
-        yield running
-
-
-@pytest.fixture
-def scripted(node: LauncherNode) -> LauncherNode:
-    node.use_script(Script(tokens=60, token_seconds=0.02))
-    return node
-
 
 # -- the normal day ------------------------------------------------------------------------------------------
 
@@ -303,6 +287,7 @@ def test_a_hung_engine_is_replaced(scripted: LauncherNode) -> None:
     assert old is not None
     wait_until(lambda: (slot := node.slot("tiny-llm")) and slot.slot_id != lease.slot_id, 15, "a new slot")
     assert "its engine hung: no answer" in node.why("tiny-llm")
+    assert node.report(lease, in_use=1).revoked == (lease.slot_id,)  # Its stream ended with the engine.
     new = node.acquire("tiny-llm")
     assert new.slot_id != lease.slot_id
     assert chat(new)
@@ -330,13 +315,13 @@ def test_engines_outlive_a_launcherd_whose_supervisor_died(scripted: LauncherNod
     node = scripted
     daemon = node.start(SUPERVISOR_SERVER_URL=f"unix://{node.home}/nobody-here.sock")
     node.load("tiny-llm")
-    pid = _pid(node, "tiny-llm")
+    pid = pid_of(node, "tiny-llm")
     daemon.process.terminate()
     assert daemon.wait_exit() == 0
     assert "kind=orphaned" in daemon.log()
     assert node.engines() == [pid]
     node.start()
-    assert _pid(node, "tiny-llm") == pid
+    assert pid_of(node, "tiny-llm") == pid
     assert node.load("tiny-llm").already
 
 
@@ -424,25 +409,18 @@ def test_reload_keeps_models_and_bad_files_change_nothing(node: LauncherNode) ->
     """ReloadConfig keeps untouched models loaded; limits take effect for later loads."""
     node.start()
     node.load("tiny-llm")
-    pid = _pid(node, "tiny-llm")
+    pid = pid_of(node, "tiny-llm")
     node.configure(models={"max_loaded_models": [2]}, api={"port": 12345})
     reply = node.ask(ReloadConfig())
     assert isinstance(reply, ConfigReloaded)
     assert reply.changed == ("models.max_loaded_models",)
     node.load("tiny-other")
-    assert _pid(node, "tiny-llm") == pid
+    assert pid_of(node, "tiny-llm") == pid
     (node.home / "mesh.toml").write_text("[models]\nmax_loded_models = 1\n")
     refused = node.refusal(ReloadConfig())
     assert refused.code == "config"
     assert "max_loaded_models" in refused.detail
-    assert _pid(node, "tiny-llm") == pid
-
-
-def _pid(node: LauncherNode, model: str) -> int:
-    slot = node.slot(model)
-    assert slot is not None
-    assert psutil.pid_exists(slot.pid)
-    return slot.pid
+    assert pid_of(node, "tiny-llm") == pid
 
 
 def test_leftovers_of_another_life_are_swept(scripted: LauncherNode) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from services.launcherd.slot_events import DeviceMeasured
+from services.launcherd.slot_events import DeviceMeasured, InventoryScanned
+from services.launcherd.slot_words import code_of
+from services.launcherd.slots import BLAMELESS_CODES
+from shared.errors import LoadFailed, MeshError
 from shared.messages.common import Done, Refused
 from shared.messages.models import ModelLoaded, SlotChanged
-from tests.launcherd.table import GIB, World, config
+from tests.launcherd.table import DEFAULT_MODELS, GIB, World, config
 
 
 def refused(reply: object) -> Refused:
@@ -62,16 +65,81 @@ def test_a_second_failure_is_final_and_refuses_who_waits() -> None:
     assert "no memory" in world.slot("a").reason
 
 
-@pytest.mark.parametrize("code", ["model_file_missing", "engine_missing", "option_refused"])
+@pytest.mark.parametrize("code", sorted(BLAMELESS_CODES))
 def test_what_no_eviction_can_help_evicts_nothing(code: str) -> None:
     """TRAPS 23: missing file: nothing evicted, clear error; decided by type, not by words in a message."""
     world = World(config((2,)))
     world.bring_up("a")
     token = world.load("b")
     world.fail(code, "out of memory, it says, but the code decides")
-    assert refused(world.reply(token)).code == code
+    assert refused(world.reply(token)).code == code_of(code)
     assert world.state("a") == "ready"
     assert world.state("b") == "failed"
+
+
+def codes(kind: type[MeshError] = LoadFailed) -> set[str]:
+    return {kind.code}.union(*(codes(sub) for sub in kind.__subclasses__()))
+
+
+@pytest.mark.parametrize("first", sorted(codes() - BLAMELESS_CODES))
+@pytest.mark.parametrize("second", [*sorted(codes()), "unloaded", "gone", "file gone"])
+@pytest.mark.parametrize("victim", ["stops", "crashes", "hangs", "is unloaded"])
+def test_evict_all_and_retry_with_every_failure_kind(first: str, second: str, victim: str) -> None:
+    """TRAPS 22: drive evict-all-and-retry with every failure kind, of the load and of what has to go for it."""
+    world = World(config((2,)))
+    victim_id = world.bring_up("a")
+    world.acquire("a")
+    load, lease = world.load("b"), world.acquire("b", "other")
+    world.fail(first, "the first failure")
+    if victim == "crashes":
+        world.crash("a")
+    elif victim == "hangs":
+        world.hang("a")
+        world.running.pop(victim_id, None)
+    elif victim == "is unloaded":
+        world.unload("a")
+    if victim in ("stops", "is unloaded"):
+        assert "1 request" in world.slot("b").reason or "last requests of a" in world.slot("b").reason
+        world.give_back(victim_id)
+    while world.stopping:
+        world.stopped()
+    world.advance(0.1)
+    assert list(world.loading) == [world.slot("b").slot_id]
+    assert not world.running
+    if second == "unloaded":
+        world.unload("b")
+        world.stopped("b")
+    elif second == "gone":
+        world.gone(load)
+        world.gone(lease)
+        world.ready("b")
+    else:
+        if second == "file gone":
+            world.do(InventoryScanned(models=tuple(model for model in DEFAULT_MODELS if model.name != "b")))
+        world.fail("model_file_missing" if second == "file gone" else second, "the second failure")
+        assert refused(world.reply(load)).code == refused(world.reply(lease)).code
+        assert "the second failure" in world.slot("b").reason
+    assert not world.table.book.loading
+    assert not world.table.book.queue
+    token = world.load("c")
+    while world.stopping:
+        world.stopped()
+    world.ready("c")
+    assert isinstance(world.reply(token), ModelLoaded)
+
+
+def test_a_failed_model_whose_file_is_gone_is_forgotten() -> None:
+    """What was learned about a file says nothing about the next one of that name."""
+    world = World()
+    world.load("b")
+    world.fail()
+    world.fail()
+    assert world.state("b") == "failed"
+    world.do(InventoryScanned(models=tuple(model for model in DEFAULT_MODELS if model.name != "b")))
+    assert (world.state("b"), world.slot("b").ended_by) == ("unloaded", "dropped")
+    world.do(InventoryScanned(models=DEFAULT_MODELS))
+    world.load("b")
+    world.ready("b")
 
 
 def test_a_missing_file_may_be_asked_for_again_at_once() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
+from services.launcherd.leases import RETURN_MEMORY
+from services.launcherd.slot_book import HISTORY_LIMIT
 from services.launcherd.slot_events import DeviceMeasured, Remember
 from shared.ids import ModelName
 from shared.messages.models import DeviceChanged, InventoryChanged
@@ -59,3 +63,48 @@ def test_a_suspected_victim_still_serves_what_came_before_it() -> None:
     assert world.granted(waiting)
     world.give_back(a)
     assert world.stopping
+
+
+def test_thousands_of_loads_leave_nothing_behind() -> None:
+    """Every collection is bounded, whatever comes and goes."""
+    world = World(config(parallel=1))
+    book = world.table.book
+    for number in range(3000):
+        name, other = ("a", "b") if number % 2 else ("b", "a")
+        token = world.acquire(name, f"holder-{number}")
+        late = world.acquire(other, f"holder-{number}")
+        while world.stopping:
+            world.stopped()
+        match number % 5:
+            case 0:
+                world.fail("engine_exited")
+                world.fail("engine_exited")
+            case 1:
+                world.ready(name)
+                world.crash(name)
+            case 2:
+                world.unload(name)
+            case 3:
+                world.hang(name) if world.ready(name) else None
+            case _:
+                slot_id = world.ready(name)
+                world.give_back(slot_id, f"holder-{number}")
+        world.gone(token)
+        world.gone(late)
+        world.unload(None)
+        world.advance(400)
+        while world.loading or world.stopping:
+            world.stopped() if world.stopping else world.ready()
+            world.unload(None)
+            world.advance(400)
+        world.running.clear()
+        world.published.clear()
+        world.effects.clear()
+        world.replies.clear()
+        world.slots.clear()
+        world.credits.clear()
+    limits = {"history": HISTORY_LIMIT, "_returned": RETURN_MEMORY}
+    for part in (book, book.leases, book.placement, world.table.queue):
+        for name, value in vars(part).items():
+            if isinstance(value, Sized) and not isinstance(value, str):
+                assert len(value) <= limits.get(name, 10), (name, len(value))

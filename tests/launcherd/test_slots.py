@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from shared.ids import ModelName
 from shared.messages.common import Done, Refused
 from shared.messages.models import InventoryChanged, ModelLoaded
@@ -131,55 +129,6 @@ def test_a_request_that_goes_away_takes_its_queued_load_with_it() -> None:
     assert ("proxy", "draining", False) in world.recalls()
     assert world.granted(lease)
     assert a in world.running
-
-
-@pytest.mark.parametrize(
-    ("how", "ended_by"),
-    [("owner", "owner"), ("eviction", "eviction"), ("idle", "idle"), ("dropped", "dropped"), ("crash", "replaced")],
-)
-def test_the_last_word_on_a_slot_says_who_ended_it(how: str, ended_by: str) -> None:
-    """electiond leaves a node to its owner only after the owner's own unload."""
-    world = World(config(idle_minutes=1.0))
-    if how == "dropped":
-        world.bring_up("a")
-        world.acquire("a")
-        waiting = world.acquire("b")
-        slot_id = world.slot("b").slot_id
-        world.withdraw(waiting)
-    else:
-        slot_id = world.bring_up("a")
-    if how == "owner":
-        world.unload("a")
-    elif how == "eviction":
-        world.load("b")
-    elif how == "idle":
-        world.advance(61)
-    elif how == "crash":
-        world.crash("a")
-    if how not in ("dropped", "crash"):
-        assert world.slots[slot_id].ended_by == ""
-        world.stopped("a")
-    assert (world.slots[slot_id].state, world.slots[slot_id].ended_by) == ("unloaded", ended_by)
-
-
-def test_an_unload_is_the_owners_even_of_what_was_leaving_already() -> None:
-    """The owner's word counts, whoever spoke before."""
-    for state in ("draining", "stopping", "loading"):
-        world = World()
-        if state == "loading":
-            world.load("a")
-        else:
-            slot_id = world.bring_up("a")
-            if state == "draining":
-                world.acquire("a")
-            world.load("b")
-        slot_id = world.slot("a").slot_id
-        assert world.slots[slot_id].state == state
-        world.unload("a")
-        if state == "draining":
-            world.give_back(slot_id)
-        world.stopped("a")
-        assert world.slots[slot_id].ended_by == "owner"
 
 
 def test_a_queued_load_that_is_assigned_stays_without_its_request() -> None:

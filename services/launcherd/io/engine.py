@@ -46,6 +46,7 @@ from shared.errors import (
     LoadFailed,
     LoadTimedOut,
     ModelFileMissing,
+    StateNotWritable,
 )
 from shared.messages.models import ModelType
 
@@ -282,7 +283,7 @@ class EngineProcess:
 async def start_engine(command: EngineCommand, log_path: Path) -> EngineProcess:
     """Starts the process; it is not ready yet. Cancelling this leaves no process behind.
 
-    Raises: ModelFileMissing, EngineMissing, LoadFailed when the process cannot be started.
+    Raises: ModelFileMissing, EngineMissing, StateNotWritable, LoadFailed when the process cannot be started.
     """
     missing = _missing(command.model.parts)
     if missing:
@@ -306,11 +307,14 @@ async def start_engine(command: EngineCommand, log_path: Path) -> EngineProcess:
 
 
 def _spawn(command: EngineCommand, log_path: Path) -> int:
-    """Pid of the new process, which leads its own session. Raises: OSError; LoadFailed when the log is at fault."""
+    """Pid of the new process, which leads its own session. Raises: OSError; StateNotWritable."""
     try:
         log = open_log(log_path)
     except OSError as error:
-        raise LoadFailed(f"the engine's log {log_path} cannot be written: {error.strerror or error}") from error
+        raise StateNotWritable(
+            f"the engine's log {log_path} cannot be written: {error.strerror or error}; free space on that disk or "
+            "make the folder writable"
+        ) from error
     try:
         process = subprocess.Popen(
             command.argv,

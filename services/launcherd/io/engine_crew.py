@@ -16,6 +16,7 @@ from services.launcherd.command_line import Engine
 from services.launcherd.io.engine import EngineProcess, Progress
 from services.launcherd.io.engine_records import EngineRecord, EngineRecords
 from services.launcherd.io.launch import launch_engine
+from services.launcherd.io.process import ProcessIdentity, family
 from services.launcherd.model_info import readiness_timeout_seconds
 from services.launcherd.slot_events import (
     EngineEndpoint,
@@ -172,14 +173,14 @@ class EngineCrew:
     async def _probe(self, slot_id: SlotId, process: EngineProcess, hang_seconds: float) -> None:
         silent_seconds = 0.0
         while True:
-            before = _cpu_seconds(process.pid)
+            before = _cpu_seconds(process.identity)
             if await process.probe(hang_seconds):
                 self._post(EngineHealthy(slot_id=slot_id))
                 return
             if slot_id in self._stopping or not process.is_alive():
                 return
             silent_seconds += hang_seconds
-            working = _cpu_seconds(process.pid) - before >= WORKING_CPU_SHARE * hang_seconds
+            working = _cpu_seconds(process.identity) - before >= WORKING_CPU_SHARE * hang_seconds
             if not working or silent_seconds >= WORKING_LIMIT * hang_seconds:
                 detail = f"no answer for {silent_seconds:.3g} s"
                 self._post(EngineHung(slot_id=slot_id, detail=detail))
@@ -206,13 +207,16 @@ def _endpoint(process: EngineProcess) -> EngineEndpoint:
     )
 
 
-def _cpu_seconds(pid: int) -> float:
-    """CPU time of a process so far; 0 when it is gone."""
-    try:
-        times = psutil.Process(pid).cpu_times()
-    except psutil.Error:
-        return 0.0
-    return float(times.user + times.system)
+def _cpu_seconds(leader: ProcessIdentity) -> float:
+    """CPU time so far of an engine, which may be the child of a wrapper script; what is gone counts nothing."""
+    seconds = 0.0
+    for member in (leader, *family(leader)):
+        try:
+            times = psutil.Process(member.pid).cpu_times()
+        except psutil.Error:
+            continue
+        seconds += times.user + times.system
+    return seconds
 
 
 def unused_logs(folder: Path, kept: Sequence[str]) -> list[str]:

@@ -13,7 +13,7 @@ from services.launcherd.command_line import Engine, EngineOptions, build_command
 from services.launcherd.io.engine import EngineProcess, OnProgress, free_port, new_api_key, start_engine
 from services.launcherd.io.engine_records import EngineRecord, EngineRecords, with_identity
 from services.launcherd.model_info import ModelFile
-from shared.errors import EnginePortTaken, LoadFailed
+from shared.errors import EnginePortTaken, StateNotWritable
 
 PORT_ATTEMPTS = 5
 
@@ -92,4 +92,7 @@ def _save(records: EngineRecords, record: EngineRecord) -> None:
     try:
         records.save(record)
     except OSError as error:
-        raise LoadFailed(f"the engine's record cannot be written: {error.strerror or error}") from error
+        raise StateNotWritable(
+            f"the engine's record {records.path(record.engine_id)} cannot be written: {error.strerror or error}; "
+            "free space on that disk or make the folder writable"
+        ) from error

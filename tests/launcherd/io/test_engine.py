@@ -29,6 +29,7 @@ from shared.errors import (
     LoadFailed,
     LoadTimedOut,
     ModelFileMissing,
+    StateNotWritable,
 )
 from tests.engines.scripted_engine import Script
 from tests.launcherd.conftest import until
@@ -401,7 +402,7 @@ def test_a_log_that_cannot_be_written_is_a_failed_load(run: Run, make_command: M
     (tmp_path / "file").touch()
 
     async def go() -> None:
-        with pytest.raises(LoadFailed, match="log") as caught:
+        with pytest.raises(StateNotWritable, match="log") as caught:
             await start_engine(make_command(), tmp_path / "file" / "engine.log")
         assert not isinstance(caught.value, EngineMissing)
 

@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from services.launcherd.command_line import Engine, EngineOptions
 from services.launcherd.io import engine_crew
 from services.launcherd.io.engine_crew import EngineCrew, remove_logs, unused_logs
+from services.launcherd.io.process import family, identify, send_signal
 from services.launcherd.model_info import ModelFile
 from services.launcherd.slot_events import (
     EngineExited,
@@ -139,6 +143,21 @@ def test_a_silent_engine_is_hung_unless_it_computes(
         await crew.wait_for(EngineStopped)
 
     run(work())
+
+
+def test_the_work_of_an_engine_behind_a_wrapper_counts(run: Run) -> None:
+    """TRAPS 30: a configured engine may be a script that starts the real one."""
+    program = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+    wrapper = subprocess.Popen([sys.executable, "-c", program], start_new_session=True)
+    leader = identify(wrapper.pid)
+    assert leader is not None
+    try:
+        run(until(lambda: engine_crew._cpu_seconds(leader) >= 0.3, 10, "the child's work is seen"))
+        assert psutil.Process(wrapper.pid).cpu_times().user < 0.25
+    finally:
+        for member in (*family(leader), leader):
+            send_signal(member, signal.SIGKILL)
+        wrapper.wait()
 
 
 def test_the_node_goes_down_with_all_engines_at_once(

@@ -20,7 +20,7 @@ from services.launcherd.io.engine import EngineProcess, free_port, start_engine
 from services.launcherd.io.engine_records import EngineRecord, EngineRecords
 from services.launcherd.io.launch import PORT_ATTEMPTS, launch_engine
 from services.launcherd.model_info import ModelFile
-from shared.errors import EngineExited, EnginePortTaken, LoadFailed, ModelFileMissing
+from shared.errors import EngineExited, EnginePortTaken, LoadFailed, ModelFileMissing, StateNotWritable
 from tests.engines.scripted_engine import Script
 from tests.launcherd.conftest import until
 
@@ -182,7 +182,7 @@ def test_a_record_that_cannot_be_written_is_a_failed_load(
     (tmp_path / "engines").touch()
 
     async def go() -> None:
-        with pytest.raises(LoadFailed, match="record"):
+        with pytest.raises(StateNotWritable, match=r"record.*free space"):
             await start()
 
     run(go())
