@@ -9,6 +9,7 @@ is JSON, inline or a file's path, in `SCRIPTED_ENGINE`; `write_engine` makes an 
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import re
@@ -41,6 +42,8 @@ class Script:
     """`exit_status` happens after `load_seconds` instead of at once."""
     starts_file: str = ""
     """Gets one line with the pid per start."""
+    alone_file: str = ""
+    """Locked as long as it lives; a start that finds it locked by another engine adds a line."""
     tokens: int = 16
     """Words of a reply, unless `max_tokens` is smaller."""
     first_token_seconds: float = 0.0
@@ -380,6 +383,13 @@ def main() -> None:
             file.write(f"{os.getpid()}\n")
             file.seek(0)
             starts = len(file.readlines())
+    if script.alone_file:
+        # Open until the process ends, and the lock with it.
+        lock = os.open(script.alone_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.write(lock, f"{os.getpid()}\n".encode())
     if script.stderr:
         print(script.stderr, file=sys.stderr, flush=True)
     if starts > script.exit_starts:

@@ -183,6 +183,7 @@ class Stream(threading.Thread):
     def __init__(self, node: Node, model: str, tokens: int) -> None:
         super().__init__(daemon=True)
         self.text = ""
+        self.model = ""
         self.error = ""
         self.done = False
         self.started = threading.Event()
@@ -206,6 +207,7 @@ class Stream(threading.Thread):
                     if "error" in event:
                         self.error = str(event["error"])
                         continue
+                    self.model = event["model"]
                     for choice in event["choices"]:
                         self.text += choice["delta"].get("content") or ""
                     if self.text:
