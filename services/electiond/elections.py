@@ -307,6 +307,8 @@ class Elections:
 
     def _assign(self, assignment: Assignment) -> None:
         self._declined.pop(assignment.model, None)
+        if assignment.origin in ("request", "flag"):
+            self._held_by_owner = False
         self._assignments[assignment.model] = assignment
         self.story_of[assignment.model] = f"assigned to this node, {assignment.reason}"
 

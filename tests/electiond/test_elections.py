@@ -241,6 +241,16 @@ def test_an_evicted_model_is_declined_but_the_node_is_not_held() -> None:
     assert machine.memory == Memory(declined=((name("b"), "makes room for a"),))
 
 
+def test_a_request_ends_the_hold() -> None:
+    """After its owner emptied a node, the mesh does not fill it again by itself until something is asked for."""
+    machine = settled(slot("b", "ready"), slot("b", "unloaded", ended_by="owner"), a=GB, b=2 * GB, c=GB)
+    assert machine.memory.held_by_owner
+    machine.tell(slot("a", "ready", origin="request"))
+    assert not machine.memory.held_by_owner
+    machine.tell(slot("a", "unloaded", origin="request", ended_by="eviction"))
+    assert machine.assigned == {"c": "allocation"}
+
+
 def test_a_load_that_nobody_waits_for_any_more_changes_nothing() -> None:
     """Not its owner's word: the model is not declined, and the rule goes on."""
     machine = settled(slot("b", "queued"), a=GB, b=2 * GB)

@@ -31,6 +31,22 @@ def test_a_lease_says_where_the_engine_is() -> None:
     assert granted.api_key == "key"
 
 
+def test_a_model_loaded_for_a_request_is_not_evicted_before_the_request_runs() -> None:
+    """TRAPS 18: a model loaded for a request is evicted before the request runs. Never: the load returns a lease."""
+    world = World()
+    first = world.acquire("a")
+    second = world.load("b")
+    slot_id = world.ready("a")
+    assert lease(world.reply(first)).slot_id == slot_id
+    world.live_for(60)
+    assert not world.stopping
+    world.give_back(slot_id)
+    assert slot_id in world.stopping
+    world.stopped("a")
+    world.ready("b")
+    assert second in world.replies
+
+
 def test_a_sole_holder_gets_all_credits() -> None:
     """A holder gets a renewable credit of parallel requests per engine: all free ones if nobody else has any."""
     world = World(config(parallel=4))
