@@ -36,9 +36,9 @@ ensure_environment() {
   echo "-- installing meshd and its packages (about a minute, once)"
   log="$root/.venv/install.log"
   if ! (cd "$root" && .venv/bin/python -m pip install --disable-pip-version-check -q -e "$what") >"$log" 2>&1; then
-    tail -n 5 "$log" >&2
-    echo "The packages could not be installed (all of it: $log)." >&2
-    echo "Is the package index reachable? Run this again when it is; what is already installed is kept." >&2
+    cat "$log" >&2
+    echo "The packages could not be installed. Is the package index reachable? Run this again when it is:" >&2
+    echo "what is already installed is kept." >&2
     return 1
   fi
   echo "$wanted" >"$stamp"
