@@ -90,6 +90,8 @@ class ModelStatus:
     requested: bool
     path: str
     here: HereStatus | None
+    tokens_per_second: float | None = None
+    """Of the newest request that this node's proxyd finished, as the engine measured it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from shared.codec import Message
-from shared.ids import DAEMONS
+from shared.ids import DAEMONS, ModelName
 from shared.messages.common import DaemonInfo
 from shared.messages.mesh import MemberChanged, MeshIdentityChanged, ProxyChanged, TunnelChanged
 from shared.messages.models import (
@@ -93,6 +93,8 @@ def build_status(
         names,
     )
     proxy = _one(snapshots.get("proxyd"), ProxyChanged)
+    speeds = {speed.model: speed.tokens_per_second for speed in proxy.speeds} if proxy else {}
+    models = tuple(dataclasses.replace(model, tokens_per_second=speeds.get(ModelName(model.name))) for model in models)
     tunnel = _one(snapshots.get("tunneld"), TunnelChanged)
     node = _node(snapshots, members, tunnel, inventory)
     overall, summary = _overall(node, daemons, models, _one(snapshots.get("electiond"), AssignmentsChanged), proxy)

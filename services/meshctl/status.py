@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from services.meshctl.node import Node, NodeDown
+from services.meshctl.node import Node, NodeDown, Survey
 from services.meshctl.output import age, clean, console, print_json, short_id, size, table
 from shared.ids import DAEMONS
+from shared.messages.models import DeviceChanged
 from shared.version import VERSION
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def ps(as_json: bool) -> None:
     node = Node()
     node.running()
     view = node.status()
-    shown = [model for model in view.models if model.hosts or model.here is not None]
+    shown = [model for model in view.models if model.hosts or (model.here is not None and model.status != "failed")]
     if as_json:
         import dataclasses
 
@@ -210,12 +211,13 @@ def ps(as_json: bool) -> None:
             size(model.need_bytes or model.size_bytes),
             str(model.here.parallel or "") if model.here else "",
             busy(model),
+            f"{model.tokens_per_second:.0f}" if model.tokens_per_second else "",
             f"{age(model.here.last_use_age_seconds)} ago" if model.here and model.here.requests_total else "",
             until(model) if model.status == "ready" else model.reason,
         )
         for model in shown
     ]
-    console().print(table(["MODEL", "NODES", "SIZE", "SLOTS", "BUSY", "USED", "UNTIL"], rows))
+    console().print(table(["MODEL", "NODES", "SIZE", "SLOTS", "BUSY", "TOK/S", "USED", "UNTIL"], rows))
 
 
 def _until(node: Node) -> Any:
@@ -223,7 +225,7 @@ def _until(node: Node) -> Any:
 
     def words(model: ModelStatus) -> str:
         if not minutes or model.here is None:
-            return "another needs the room"
+            return "unloaded" if model.builtin else "another needs the room"
         if model.here.busy:
             return f"idle for {minutes:g} min"
         return f"in {age(max(0.0, minutes * 60 - model.here.last_use_age_seconds))}"
@@ -264,18 +266,23 @@ def peers(as_json: bool) -> None:
 @click.command()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def version(as_json: bool) -> None:
-    """Show the versions of meshctl, its Python and every daemon, and warn of a mixture."""
+    """Show the versions of meshctl, its Python, every daemon and the engine, and warn of a mixture."""
     node = Node()
-    infos = node.survey().infos if os.path.isdir(node.paths.bus) else dict.fromkeys(DAEMONS)
+    found = node.survey() if os.path.isdir(node.paths.bus) else Survey()
+    infos = {name: found.infos.get(name) for name in DAEMONS}
+    device = next((item for item in found.snapshots.get("launcherd") or () if isinstance(item, DeviceChanged)), None)
+    engine = device.engine if device else ""
     daemons = {name: info.version if info else "" for name, info in infos.items()}
     skewed = sorted(name for name, said in daemons.items() if said and said != VERSION)
     python = ".".join(str(part) for part in sys.version_info[:3])
     if as_json:
-        print_json({"meshctl": VERSION, "python": python, "daemons": daemons, "skew": skewed})
+        document = {"meshctl": VERSION, "python": python, "daemons": daemons, "engine": engine, "skew": skewed}
+        print_json(document)
         return
     click.echo(f"meshctl    {VERSION}  (Python {python})")
     for name in DAEMONS:
         said = daemons.get(name) or "not running"
         click.echo(f"{name:10} {clean(said)}{'  differs' if name in skewed else ''}")
+    click.echo(f"engine     {clean(engine) or 'unknown while launcherd is not running; meshctl doctor looks for it'}")
     if skewed:
         click.echo("Next: meshctl restart, so that every daemon runs this version")

@@ -41,7 +41,7 @@ from shared.messages.common import (
     ReloadConfig,
     StoryEntry,
 )
-from shared.messages.mesh import CountUnserved, ProxyChanged
+from shared.messages.mesh import CountUnserved, ModelSpeed, ProxyChanged
 from shared.messages.models import ModelPlaced, PlaceModel
 from shared.paths import NodePaths
 
@@ -312,6 +312,9 @@ class Worker:
             requests_total=self._requests.requests_total,
             requests_active=self._requests.active_count,
             reason="; ".join(self._reasons()),
+            speeds=tuple(
+                ModelSpeed(model=model, tokens_per_second=speed) for model, speed in self._requests.speeds().items()
+            ),
         )
 
     def _reasons(self) -> list[str]:

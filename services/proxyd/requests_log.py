@@ -92,6 +92,14 @@ class RequestsLog:
         """The newest `limit` finished ones, newest first."""
         return [record for record, _ in zip(reversed(self._recent), range(limit), strict=False)]
 
+    def speeds(self) -> dict[ModelName, float]:
+        """Tokens per second of each model's newest finished request that told it."""
+        newest: dict[ModelName, float] = {}
+        for record in reversed(self._recent):
+            if record.model is not None and record.tokens_per_second:
+                newest.setdefault(record.model, record.tokens_per_second)
+        return newest
+
     def find(self, request_id: str) -> RequestRecord | None:
         """In flight first, then the newest finished one."""
         for record in reversed(self._active.values()):
@@ -125,11 +133,14 @@ def explain_record(record: RequestRecord, *, now: float) -> tuple[str, ...]:
         "engine_failed": "failed because its engine did",
         "error": "was answered with the engine's error",
     }[record.outcome]
-    status = f" with status {record.status}" if record.status else ""
+    begun = record.outcome in ("client_gone", "engine_failed")
+    status = (
+        "" if not record.status else f" (status {record.status} was sent)" if begun else f" with status {record.status}"
+    )
     sentences = [f"{first} {ended}{status} after {record.total_seconds:.2f} s"]
     if record.reason:
         sentences.append(record.reason)
-    if record.queue_seconds >= 0.001:
+    if record.queue_seconds >= 0.005:
         sentences.append(f"it waited {record.queue_seconds:.2f} s for the model")
     if record.attempts > 1:
         sentences.append(f"it took {record.attempts} attempts")

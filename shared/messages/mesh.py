@@ -139,6 +139,14 @@ class CountUnserved:
 # -- proxyd ------------------------------------------------------------------------------------------------
 
 
+@part
+class ModelSpeed:
+    """How fast a model generated in its newest finished request, as its engine measured it."""
+
+    model: ModelName
+    tokens_per_second: float
+
+
 @message
 class ProxyChanged:
     """proxyd: where it listens and which worker serves."""
@@ -149,3 +157,4 @@ class ProxyChanged:
     requests_total: int = 0
     requests_active: int = 0
     reason: str = ""
+    speeds: tuple[ModelSpeed, ...] = ()

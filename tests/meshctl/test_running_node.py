@@ -204,8 +204,11 @@ def test_load_ps_unload(node: Node) -> None:
     names = {model["name"] for model in json.loads(node.meshctl("ps", "--json").stdout)}
     assert {MODEL, OTHER} <= names
     text = node.meshctl("ps").stdout
-    assert text.splitlines()[0].split() == ["MODEL", "NODES", "SIZE", "SLOTS", "BUSY", "USED", "UNTIL"]
+    assert text.splitlines()[0].split() == ["MODEL", "NODES", "SIZE", "SLOTS", "BUSY", "TOK/S", "USED", "UNTIL"]
     assert OTHER in text
+    node.chat(OTHER, "hello", max_tokens=8)
+    row = next(model for model in json.loads(node.meshctl("ps", "--json").stdout) if model["name"] == OTHER)
+    assert row["tokens_per_second"] > 0
     node.meshctl("unload", OTHER)
     wait_for(
         lambda: OTHER not in {model["name"] for model in json.loads(node.meshctl("ps", "--json").stdout)},
@@ -357,6 +360,8 @@ def test_version_of_every_daemon(node: Node) -> None:
     said = json.loads(node.meshctl("version", "--json").stdout)
     assert said["daemons"] == dict.fromkeys(DAEMONS, VERSION)
     assert said["skew"] == []
+    assert said["engine"], "the guide model says that the engine's version is told"
+    assert said["engine"] in node.meshctl("version").stdout
 
 
 def test_logs_of_daemons_and_engines(node: Node) -> None:

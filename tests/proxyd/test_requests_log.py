@@ -79,3 +79,18 @@ def test_every_ending_has_words(outcome: Outcome) -> None:
     for part in ("Request r", "for m", "some reason", "waited 2.00 s", "2 attempts", "7 tokens", "3.5 tokens/s"):
         assert part in text
     assert log.explain("unknown", now=200.0) == ()
+
+
+def test_a_status_sent_before_the_failure_is_no_success() -> None:
+    sentences = explain_record(record(outcome="engine_failed", status=200, queue_seconds=0.002), now=1.0)
+    assert "failed because its engine did (status 200 was sent)" in sentences[0]
+    assert not any("waited 0.00" in sentence for sentence in sentences)
+
+
+def test_the_speed_of_a_model_is_that_of_its_newest_answer() -> None:
+    log = RequestsLog()
+    for model, speed in (("m", 10.0), ("other", 5.0), ("m", 20.0), ("m", None)):
+        log.begin(made := record(tokens_per_second=speed))
+        made.model = ModelName(model)
+        log.finish(made)
+    assert log.speeds() == {"m": 20.0, "other": 5.0}
