@@ -167,9 +167,16 @@ def _supervisord(node: Node) -> Iterator[Check]:
 
 
 def _ports(node: Node) -> Iterator[Check]:
-    ours = {int(row.pid) for row in node.status().daemons if row.pid} if node.supervised else set()
+    view = node.status() if node.supervised else None
+    ours = {int(row.pid) for row in view.daemons if row.pid} if view else set()
     for port in wanted_ports(node.config):
         name = f"port {port.port}"
+        used = getattr(view.ports, port.key.partition(".")[0], None) if view else None
+        if used is not None and used != port.port:
+            # Started with a port variable that this shell does not have: what runs is what counts.
+            detail = f"{port.key} {port.protocol}: this node runs with port {used} instead, as it was started"
+            yield Check(name=f"port {used}", level="ok", detail=detail)
+            continue
         problem = bind_problem(port)
         if problem is None:
             state = "free" if node.supervised is None else "free, so the node does not use it (it may use another)"

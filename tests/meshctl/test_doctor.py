@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
 from pathlib import Path
@@ -9,11 +10,17 @@ from typing import Any
 
 import pytest
 
+from services.meshctl.doctor import _ports
+from services.meshctl.node import Node
+from shared.node_status import Ports
+from shared.status_view import build_status
 from tests.meshctl.conftest import Meshctl
 
 
 @pytest.fixture(autouse=True)
-def free_ports(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_ports(meshctl: Meshctl, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After ``meshctl``, which forgets these variables: whoever runs the tests may run a node on the usual ports."""
+    del meshctl
     for name in ("MESH_API_PORT", "MESH_CONSOLE_PORT", "MESH_PORT"):
         monkeypatch.setenv(name, "0")
 
@@ -63,6 +70,18 @@ def test_a_taken_port_and_who_has_it(meshctl: Meshctl, monkeypatch: pytest.Monke
     assert check["level"] == "fail"
     assert f"pid {os.getpid()}" in check["detail"]
     assert "meshctl config set api.port" in check["fix"]
+
+
+def test_ports_of_a_running_node_are_those_it_has(monkeypatch: pytest.MonkeyPatch, mesh_home: Path) -> None:
+    """The shell that asks need not have the port variables the node was started with."""
+    running = dataclasses.replace(build_status({}, {}, ()), ports=Ports(api=41, console=42, mesh=43))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        node = Node({"MESH_HOME": str(mesh_home), "MESH_API_PORT": str(taken.getsockname()[1])})
+        monkeypatch.setattr(Node, "supervised", object())
+        monkeypatch.setattr(Node, "status", lambda _self: running)
+        found = list(_ports(node))
+    assert [check.level for check in found] == ["ok"] * 4
+    assert "runs with port 41 instead" in found[0].detail
 
 
 def test_a_broken_config_spoils_only_the_checks_that_need_it(meshctl: Meshctl, mesh_home: Path) -> None:
