@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
+import shutil
 import socket
 import time
 import xmlrpc.client
@@ -33,6 +35,8 @@ SURVEY_SECONDS = 2.0
 """How long a daemon whose socket is open may take to say how it is."""
 SUPERVISOR_SECONDS = 40.0
 """Stopping a process through supervisord answers when it has stopped; launcherd may take 20 s."""
+FULL_LOG_DISK_BYTES = 64 * 1024
+"""Below this a log's last lines are cut off or missing."""
 SUPERVISOR_LOG_BYTES = 512 * 1024
 
 
@@ -214,7 +218,12 @@ def _with_own_words(row: ProcessRow) -> ProcessRow:
     """supervisord only knows that a process ended; why is in the process's log."""
     if row.state not in ("backoff", "fatal", "exited", "starting") or not row.log_path:
         return row
-    return replace(row, reason=last_error(Path(row.log_path)) or row.reason)
+    log = Path(row.log_path)
+    with contextlib.suppress(OSError):
+        if row.state != "starting" and shutil.disk_usage(log.parent).free < FULL_LOG_DISK_BYTES:
+            # What the process said, if anything, is cut off or missing in its log.
+            return replace(row, reason=f"the disk of {log.parent} is full; free some space there")
+    return replace(row, reason=last_error(log) or row.reason)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -20,10 +20,11 @@ from services.meshctl.http_client import answers
 from services.meshctl.leftovers import locked_daemons
 from services.meshctl.machine import bind_problem, describe, engine_found, port_owners, wanted_ports
 from services.meshctl.node import Node, checked_home, listens, make_folder, wait_until
-from services.meshctl.output import Waiting, age, clean, print_json, progress
+from services.meshctl.output import Waiting, age, clean, print_json, progress, size
 from services.meshctl.reload import Reloaded, reload_daemons, say_reloaded
-from shared.config import parse_limits
+from shared.config import NodeConfig, parse_limits
 from shared.errors import MeshError, StateError
+from shared.io.keys_file import load_keys
 from shared.node_status import DaemonStatus, NodeStatus
 from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
 from shared.status_view import to_jsonable
@@ -37,6 +38,8 @@ FAILED_STARTS = 3
 DEFAULT_MODELS_FOLDER = Path("~/.models")
 LOW_DISK_BYTES = 200 * 1024**2
 """Logs may grow to 20 MB per daemon."""
+FULL_DISK_BYTES = 1024**2
+"""State and the first lines of six logs need about 0.2 MB; a daemon without room for its key or lock can't start."""
 
 
 class StartFailed(MeshError):
@@ -158,6 +161,22 @@ def prepare(node: Node, changes: Changes) -> None:
         if path.exists() and not os.access(path, os.R_OK | os.X_OK):
             progress(f"Warning: cannot read the models folder {path}; fix its permissions")
     _await_orphans(node)
+    _check_ports(config)
+    free = shutil.disk_usage(node.paths.home).free
+    if free < FULL_DISK_BYTES:
+        raise StateError(
+            f"only {size(free) or '0 bytes'} are free for {node.paths.home}, too little for state and logs; free some "
+            "space there, or set MESH_HOME to another disk"
+        )
+    if free < LOW_DISK_BYTES:
+        progress(f"Warning: only {free // 1024**2} MB are free for {node.paths.home}; logs and state may need more")
+    _, missing = engine_found(config, node.environ)
+    if missing:
+        progress(f"Warning: {missing}. The node starts, but cannot run models")
+
+
+def _check_ports(config: NodeConfig) -> None:
+    """Raises: StateError that names who has a port."""
     for port in wanted_ports(config):
         problem = bind_problem(port)
         if problem is None:
@@ -170,12 +189,6 @@ def prepare(node: Node, changes: Changes) -> None:
             f"port: {port.variable}={_other(port.port)} meshctl up, or for good: "
             f"meshctl config set {port.key} {_other(port.port)}"
         )
-    free = shutil.disk_usage(node.paths.home).free
-    if free < LOW_DISK_BYTES:
-        progress(f"Warning: only {free // 1024**2} MB are free for {node.paths.home}; logs and state may need more")
-    _, missing = engine_found(config, node.environ)
-    if missing:
-        progress(f"Warning: {missing}. The node starts, but cannot run models")
 
 
 def _other(port: int) -> int:
@@ -324,7 +337,7 @@ def first_lines(node: Node, view: NodeStatus) -> list[str]:
     """The endpoint with a curl that works now, then what is loading and for how long."""
     model = next((model.name for model in view.models if model.status == "ready" and model.type == "llm"), None)
     model = model or next((model.name for model in view.models if model.builtin), None)
-    key = ' -H "Authorization: Bearer $MESH_API_KEY"' if node.paths.keys_file.exists() else ""
+    key = ' -H "Authorization: Bearer $MESH_API_KEY"' if load_keys(node.paths.keys_file).keys else ""
     if model is None:
         curl = f"curl{key} {endpoint(view)}/models"
     else:

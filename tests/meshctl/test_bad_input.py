@@ -175,6 +175,17 @@ def test_a_full_disk_is_said_before_anything_starts(
     refused(meshctl("up"), "No space left", "Free some space")
 
 
+def test_a_disk_too_full_to_run_on_starts_nothing(
+    meshctl: Meshctl, monkeypatch: pytest.MonkeyPatch, full_disk: Path
+) -> None:
+    """Room for mesh.toml, none for keys, locks and logs: daemons would end without a word."""
+    monkeypatch.setenv("MESH_HOME", str(full_disk))
+    for name in ("MESH_API_PORT", "MESH_CONSOLE_PORT", "MESH_PORT"):
+        monkeypatch.setenv(name, "0")
+    refused(meshctl("up"), "are free for", "MESH_HOME to another disk")
+    assert not (full_disk / "run" / "supervisord.pid").exists()
+
+
 def test_a_full_disk_keeps_the_settings(meshctl: Meshctl, monkeypatch: pytest.MonkeyPatch, full_disk: Path) -> None:
     monkeypatch.setenv("MESH_HOME", str(full_disk))
     config = full_disk / "mesh.toml"
