@@ -10,6 +10,14 @@ if TYPE_CHECKING:
 HINT_LIMIT = 4
 """More than a handful of suggestions is none."""
 
+_STATE_WORDS = {
+    "fatal": "could not be started",
+    "backoff": "does not stay up",
+    "exited": "has ended",
+    "silent": "does not answer",
+}
+"""supervisord's states, and ours, that a person must look at."""
+
 
 def hints_for(status: NodeStatus) -> tuple[str, ...]:
     """Sentences or commands, at most ``HINT_LIMIT``."""
@@ -17,9 +25,9 @@ def hints_for(status: NodeStatus) -> tuple[str, ...]:
     if status.overall == "down":
         return ("start the node: meshctl up",)
     hints += [
-        f"{daemon.name} is {daemon.state}: meshctl logs {daemon.name}, then meshctl restart {daemon.name}"
+        f"{daemon.name} {_STATE_WORDS[daemon.state]}: meshctl logs {daemon.name}, then meshctl restart {daemon.name}"
         for daemon in status.daemons
-        if daemon.state in ("fatal", "backoff", "exited", "silent")
+        if daemon.state in _STATE_WORDS
     ]
     versions = sorted({daemon.version for daemon in status.daemons if daemon.version})
     if len(versions) > 1:

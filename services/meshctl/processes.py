@@ -32,6 +32,7 @@ def restart(names: tuple[str, ...], as_json: bool) -> None:
     """
     node = Node()
     found = node.running()
+    _ = node.config  # A daemon that runs would be stopped for one that refuses to start.
     done = []
     for name in dict.fromkeys(names or DAEMONS):
         old, new = restart_one(node, found, name)

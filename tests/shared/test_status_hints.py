@@ -11,7 +11,7 @@ from tests.shared.test_status_view import build, infos, mesh_model, rows, slot, 
 def test_a_dead_daemon_comes_first_with_its_remedy() -> None:
     assert (
         build(launcherd="fatal").hints[0]
-        == "launcherd is fatal: meshctl logs launcherd, then meshctl restart launcherd"
+        == "launcherd could not be started: meshctl logs launcherd, then meshctl restart launcherd"
     )
 
 
