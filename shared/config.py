@@ -214,7 +214,7 @@ def parse_limits(value: Any, *, source: str) -> tuple[int, ...]:
         limits = ()
     if not limits or len(limits) > len(MODEL_TYPES) or any(limit == 0 or limit < -1 for limit in limits):
         raise ConfigError(
-            f"{source}: max_loaded_models={value!r}: give one number, or up to {len(MODEL_TYPES)} "
+            f"{source}: models.max_loaded_models = {value!r}: give one number, or up to {len(MODEL_TYPES)} "
             f"({' '.join(MODEL_TYPES)}); each is -1 (no limit) or at least 1"
         )
     return limits

@@ -71,7 +71,7 @@ def parse_setting(dotted: str, text: str) -> tuple[tuple[str, str], Any]:
     """``api.port``, ``9437`` as (section, key) and a TOML value of that setting's type. Raises: ConfigError."""
     section, key = split_setting(dotted)
     if (section, key) == ("models", "max_loaded_models"):
-        limits = parse_limits(text, source="meshctl")
+        limits = parse_limits(text, source="config set")
         return (section, key), limits[0] if len(limits) == 1 else list(limits)
     wanted = get_type_hints(SECTIONS[section])[key]
     try:

@@ -73,11 +73,19 @@ def list_keys(as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def revoke(id_or_name: str, as_json: bool) -> None:
     """Revoke a key by id or name; it stops working within a second."""
-    path = Node().paths.keys_file
+    node = Node()
+    path = node.paths.keys_file
     key = revoke_key(path, id_or_name)
     if as_json:
         print_json({"id": key.id, "name": key.name})
         return
     click.echo(f"Key {key.id} {clean(key.name)}".rstrip() + " is revoked.")
     if not load_keys(path).keys:
-        progress("That was the last key: requests need none now.")
+        api = node.config.api
+        if is_loopback(api.host) or api.allow_public_without_keys:
+            progress("That was the last key: requests need none now.")
+        else:
+            progress(
+                f"That was the last key, and other machines can reach {api.host}: no request is served until "
+                "there is a new one. Next: meshctl keys create, or meshctl config set api.host 127.0.0.1"
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import time
 
 import click
@@ -10,7 +11,7 @@ import click
 from services.meshctl.completion import complete_model
 from services.meshctl.config_file import update_config
 from services.meshctl.node import Node, run, survey
-from services.meshctl.output import Waiting, print_json, progress
+from services.meshctl.output import Waiting, clean, print_json, progress
 from services.meshctl.reload import reload_daemons
 from shared.codec import Message
 from shared.ids import ModelName
@@ -48,7 +49,16 @@ def load(model: str, context_tokens: int, parallel: int, as_json: bool) -> None:
     elif loaded.already:
         click.echo(f"{loaded.model} is ready already.")
     else:
-        click.echo(f"{loaded.model} is ready, loaded in {loaded.load_seconds:.1f} s. Next: meshctl chat {loaded.model}")
+        click.echo(
+            f"{clean(loaded.model)} is ready, loaded in {loaded.load_seconds:.1f} s. Next: {_next(node, loaded.model)}"
+        )
+
+
+def _next(node: Node, model: ModelName) -> str:
+    """What this type of model is for."""
+    known = next((known for known in node.status().models if known.name == model), None)
+    route = {"embedding": "/v1/embeddings", "reranking": "/v1/rerank"}.get(known.type if known else "")
+    return f"POST {route}" if route else f"meshctl chat {clean(shlex.quote(model))}"
 
 
 def load_model(node: Node, model: str, *, context_tokens: int = 0, parallel: int = 0) -> ModelLoaded:

@@ -116,7 +116,7 @@ def test_settings_are_parsed_by_their_type(key: str, text: str, value: object) -
         ("api.prot", "1", "did you mean api.port"),
         ("folders", "x", "did you mean models.folders"),
         ("models.serve", "[unclosed", "a list like"),
-        ("models.max_loaded_models", "0", "at least 1"),
+        ("models.max_loaded_models", "0", "config set: models.max_loaded_models = '0': .* at least 1"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(key: str, text: str, words: str) -> None:
