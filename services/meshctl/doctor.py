@@ -197,6 +197,11 @@ def _ports(node: Node) -> Iterator[Check]:
 
 
 def _engine(node: Node) -> Iterator[Check]:
+    running = node.status().node.engine if node.supervised else ""
+    if running:
+        # What it was started with, which need not be on this shell's PATH.
+        yield Check(name="engine", level="ok", detail=f"{running}, in use")
+        return
     engine, missing = engine_found(node.config, node.environ)
     if missing:
         detail, _, fix = missing.partition("; ")

@@ -62,7 +62,6 @@ def failure_of_refusal(model: str, error: RequestRefused) -> Failure:
 IDLE = Failure(
     503,
     "idle",
-    "this node is idle: it has no mesh.toml. Run 'meshctl up' to start a mesh of one, or 'meshctl join TOKEN' to join "
-    "an existing one",
+    "this node is idle: it has no mesh.toml. Run 'meshctl up' (or bin/quickstart) to set it up",
     retry_after_seconds=RETRY_AFTER_SECONDS,
 )

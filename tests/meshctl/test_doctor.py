@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from services.meshctl.doctor import _ports
+from services.meshctl.doctor import _engine, _ports
 from services.meshctl.node import Node
 from shared.node_status import Ports
 from shared.status_view import build_status
@@ -82,6 +82,16 @@ def test_ports_of_a_running_node_are_those_it_has(monkeypatch: pytest.MonkeyPatc
         found = list(_ports(node))
     assert [check.level for check in found] == ["ok"] * 4
     assert "runs with port 41 instead" in found[0].detail
+
+
+def test_the_engine_of_a_running_node_is_the_one_it_uses(monkeypatch: pytest.MonkeyPatch, mesh_home: Path) -> None:
+    """A llama-server on the PATH of the shell that started the node need not be on this one's."""
+    view = build_status({}, {}, ())
+    running = dataclasses.replace(view, node=dataclasses.replace(view.node, engine="llama-server 9"))
+    monkeypatch.setattr(Node, "supervised", object())
+    monkeypatch.setattr(Node, "status", lambda _self: running)
+    node = Node({"MESH_HOME": str(mesh_home), "MESH_ENGINE": "/nonexistent/llama-server"})
+    assert [check.detail for check in _engine(node)] == ["llama-server 9, in use"]
 
 
 def test_a_broken_config_spoils_only_the_checks_that_need_it(meshctl: Meshctl, mesh_home: Path) -> None:
