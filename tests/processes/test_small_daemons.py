@@ -346,7 +346,13 @@ def test_no_restart_alone_changes_what_is_served(node_paths: NodePaths) -> None:
 
         # And it still works: the slot goes, the route goes with it.
         launcherd.slot = SlotChanged(
-            slot_id=SlotId("s1"), model=ModelName("small"), type="llm", state="unloaded", reason="x", origin="request"
+            slot_id=SlotId("s1"),
+            model=ModelName("small"),
+            type="llm",
+            state="unloaded",
+            reason="x",
+            origin="request",
+            ended_by="owner",
         )
         launcherd.bus.publish(launcherd.slot)
         await until(lambda: served.last("routes") == (), 10, "the route is withdrawn")

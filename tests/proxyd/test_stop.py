@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -17,7 +18,13 @@ ENDLESS = Script(tokens=100_000, token_seconds=0.02)
 
 def ours(node: Supervised) -> list[psutil.Process]:
     """Processes of the node; the scripted engine belongs to the test."""
-    return [process for process in node.running() if "scripted" not in " ".join(process.cmdline())]
+    found = []
+    for process in node.running():
+        with contextlib.suppress(psutil.Error):
+            # A process that ended just now has no command line any more.
+            if "scripted" not in " ".join(process.cmdline()):
+                found.append(process)
+    return found
 
 
 def streaming(node: Supervised) -> Stream:
