@@ -1,7 +1,7 @@
 """Every error a meshd process raises on purpose.
 
 An error says what happened, why, and what to do next. ``code`` is the stable word that crosses process
-boundaries (in :class:`shared.messages.common.Refused`); ``detail`` is the sentence for people.
+boundaries (in :class:`shared.messages.daemon.Refused`); ``detail`` is the sentence for people.
 """
 
 from __future__ import annotations

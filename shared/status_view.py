@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from shared.codec import Message
 from shared.ids import DAEMONS, ModelName
-from shared.messages.common import DaemonInfo
+from shared.messages.daemon import DaemonInfo
 from shared.messages.mesh import MemberChanged, MeshIdentityChanged, ProxyChanged, TunnelChanged
 from shared.messages.models import (
     AssignmentsChanged,

@@ -118,8 +118,7 @@ def test_every_core_has_a_mirrored_test(path: Path) -> None:
 
 
 def test_no_grab_bag_modules() -> None:
-    allowed = {"shared/messages/common.py"}  # messages common to all daemons: a list, not a bag of functions
-    bags = [relative(path) for path in ALL_PYTHON if path.name in GRAB_BAGS and relative(path) not in allowed]
+    bags = [relative(path) for path in ALL_PYTHON if path.name in GRAB_BAGS]
     assert not bags
 
 

@@ -26,7 +26,7 @@ from shared.io import log
 from shared.io.bus import BusServer, Mirror
 from shared.io.drive import Drive, Tasks, Tick
 from shared.io.lifecycle import StopSignal, environment
-from shared.messages.common import ConfigReloaded, ExplainSubject, Explanation, ReloadConfig, StoryEntry
+from shared.messages.daemon import ConfigReloaded, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import MemberChanged
 from shared.messages.models import (
     MODEL_TYPES,

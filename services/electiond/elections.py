@@ -44,7 +44,7 @@ from services.electiond.routes import build_routes
 from services.electiond.view import Node, node_of, own_node
 from shared.ids import ModelName, PeerId, SlotId
 from shared.io.drive import Tick
-from shared.messages.common import Refused
+from shared.messages.daemon import Refused
 from shared.messages.mesh import MemberChanged
 from shared.messages.models import (
     Assignment,

@@ -31,7 +31,7 @@ from shared.io import log
 from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.drive import Drive, Tasks
 from shared.io.lifecycle import StopSignal, environment
-from shared.messages.common import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
+from shared.messages.daemon import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import Announcement, CountUnserved, RecordSigned, SignRecord, TunnelChanged
 from shared.messages.models import AssignmentsChanged, DeviceChanged, InventoryChanged, SlotChanged
 from shared.paths import NodePaths

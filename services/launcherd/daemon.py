@@ -63,7 +63,7 @@ from shared.io.bus import BusServer, Mirror
 from shared.io.drive import Drive, Tasks, Tick
 from shared.io.fresh_ids import new_boot_id
 from shared.io.lifecycle import StopSignal, environment
-from shared.messages.common import ConfigReloaded, Done, ExplainSubject, Explanation, Refused, ReloadConfig, StoryEntry
+from shared.messages.daemon import ConfigReloaded, Done, ExplainSubject, Explanation, Refused, ReloadConfig, StoryEntry
 from shared.messages.leases import (
     AcquireLease,
     EngineSuspected,

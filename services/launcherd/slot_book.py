@@ -30,7 +30,7 @@ from services.launcherd.slot_events import (
 from services.launcherd.slot_words import clip, code_of
 from shared.config import NodeConfig
 from shared.ids import HolderId, ModelName, SlotId
-from shared.messages.common import Done, Refused
+from shared.messages.daemon import Done, Refused
 from shared.messages.leases import CreditsConfirmed, LeaseGranted
 from shared.messages.models import (
     DeviceChanged,

@@ -13,7 +13,7 @@ from services.launcherd.command_line import EngineOptions
 from services.launcherd.model_info import ModelFile
 from shared.config import NodeConfig
 from shared.ids import HolderId, ModelName, SlotId
-from shared.messages.common import Done, Refused
+from shared.messages.daemon import Done, Refused
 from shared.messages.leases import (
     AcquireLease,
     CreditsConfirmed,

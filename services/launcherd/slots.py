@@ -73,7 +73,7 @@ from services.launcherd.slot_words import clip, code_of, requests
 from shared.config import NodeConfig
 from shared.ids import ModelName
 from shared.io.drive import Tick
-from shared.messages.common import Done, Refused
+from shared.messages.daemon import Done, Refused
 from shared.messages.leases import CREDIT_GRACE_SECONDS, EngineSuspected
 from shared.messages.models import LoadModel, ModelLoaded
 

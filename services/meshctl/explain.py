@@ -9,7 +9,7 @@ from services.meshctl.node import Node
 from services.meshctl.output import age, clean, print_json
 from shared.errors import MeshError
 from shared.ids import DAEMONS
-from shared.messages.common import ExplainSubject, Explanation, GetStory, Story
+from shared.messages.daemon import ExplainSubject, Explanation, GetStory, Story
 
 CAUSAL_ORDER = ("tunneld", "gossipd", "electiond", "launcherd", "proxyd")
 """Who is there, who is in the mesh, who shall serve what, what runs here, what happened to requests."""

@@ -15,7 +15,7 @@ from services.meshctl.output import Waiting, clean, print_json, progress
 from services.meshctl.reload import reload_daemons
 from shared.codec import Message
 from shared.ids import ModelName
-from shared.messages.common import Done
+from shared.messages.daemon import Done
 from shared.messages.models import LoadModel, ModelLoaded, SlotChanged, UnloadModel
 
 LOAD_SECONDS = 24 * 3600.0 - 1

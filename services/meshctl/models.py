@@ -15,7 +15,7 @@ from services.meshctl.node import Node
 from services.meshctl.output import age, clean, console, print_json, size, table
 from shared.errors import MeshError
 from shared.ids import ModelName
-from shared.messages.common import ExplainSubject, Explanation
+from shared.messages.daemon import ExplainSubject, Explanation
 from shared.messages.models import InventoryChanged, RescanModels, UnloadModel
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from shared.paths import IPC_PATH_LIMIT_BYTES, REPOSITORY, NodePaths
 if TYPE_CHECKING:
     from shared.codec import Message
     from shared.config import NodeConfig
-    from shared.messages.common import DaemonInfo
+    from shared.messages.daemon import DaemonInfo
     from shared.node_status import NodeStatus, ProcessRow
 
 T = TypeVar("T")
@@ -247,7 +247,7 @@ async def _ask_each(paths: NodePaths, daemons: Iterable[str], said: Survey) -> N
     from shared import codec
     from shared.errors import SchemaError
     from shared.io.bus import BusClient
-    from shared.messages.common import DaemonInfo, GetDaemonInfo, GetSnapshot, Snapshot
+    from shared.messages.daemon import DaemonInfo, GetDaemonInfo, GetSnapshot, Snapshot
 
     async def one(name: str) -> None:
         client = BusClient(name, paths)

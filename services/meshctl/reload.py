@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from services.meshctl.node import Node
 from services.meshctl.output import progress
 from shared.errors import MeshError, RequestRefused
-from shared.messages.common import ConfigReloaded, ReloadConfig
+from shared.messages.daemon import ConfigReloaded, ReloadConfig
 
 RELOAD_SECONDS = 10.0
 

@@ -34,7 +34,7 @@ from shared.io.daemon_process import supervisor_from_environment
 from shared.io.drive import Drive, Tasks
 from shared.io.keys_file import KeysFile, console_token
 from shared.io.lifecycle import environment
-from shared.messages.common import (
+from shared.messages.daemon import (
     ConfigReloaded,
     ExplainSubject,
     Explanation,

@@ -16,7 +16,7 @@ from shared.io import log
 from shared.io.bus import BusServer
 from shared.io.drive import Tasks
 from shared.io.lifecycle import StopSignal, environment
-from shared.messages.common import ConfigReloaded, ExplainSubject, Explanation, ReloadConfig, StoryEntry
+from shared.messages.daemon import ConfigReloaded, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import RecordSigned, SignedRecord, SignRecord, TunnelChanged
 from shared.paths import NodePaths
 

@@ -31,7 +31,7 @@ from shared.ids import BootId
 from shared.io import log
 from shared.io.drive import Tasks
 from shared.io.fresh_ids import new_boot_id, new_request_id
-from shared.messages.common import (
+from shared.messages.daemon import (
     DaemonInfo,
     GetDaemonInfo,
     GetSnapshot,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from shared.messages.common import StoryEntry
+from shared.messages.daemon import StoryEntry
 
 S = TypeVar("S")
 E = TypeVar("E")

@@ -19,7 +19,7 @@ from services.electiond.elections import (
     Reply,
 )
 from shared.io.drive import Tick
-from shared.messages.common import Refused
+from shared.messages.daemon import Refused
 from shared.messages.models import (
     AssignmentsChanged,
     CatalogChanged,

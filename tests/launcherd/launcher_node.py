@@ -19,7 +19,7 @@ from shared import codec
 from shared.errors import DaemonUnreachable, RequestRefused
 from shared.ids import HolderId, ModelName, RequestId
 from shared.io.bus import BusClient
-from shared.messages.common import ExplainSubject, Explanation, GetSnapshot, Snapshot
+from shared.messages.daemon import ExplainSubject, Explanation, GetSnapshot, Snapshot
 from shared.messages.leases import AcquireLease, CreditUse, LeaseGranted, ReportCredits, ReturnCredits
 from shared.messages.models import LoadModel, ModelLoaded, SlotChanged
 from shared.paths import NodePaths

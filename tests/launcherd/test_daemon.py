@@ -16,7 +16,7 @@ from shared.errors import RequestRefused
 from shared.ids import HolderId, ModelName, RequestId, SlotId
 from shared.io.bus import BusServer
 from shared.io.drive import Tasks
-from shared.messages.common import ConfigReloaded, GetDaemonInfo, ReloadConfig
+from shared.messages.daemon import ConfigReloaded, GetDaemonInfo, ReloadConfig
 from shared.messages.leases import AcquireLease, EngineSuspected
 from shared.messages.models import (
     Assignment,

@@ -8,7 +8,7 @@ from services.launcherd.slot_events import DeviceMeasured, InventoryScanned
 from services.launcherd.slot_words import code_of
 from services.launcherd.slots import BLAMELESS_CODES
 from shared.errors import LoadFailed, MeshError
-from shared.messages.common import Done, Refused
+from shared.messages.daemon import Done, Refused
 from shared.messages.models import ModelLoaded, SlotChanged
 from tests.launcherd.table import DEFAULT_MODELS, GIB, World, config
 

@@ -6,7 +6,7 @@ from services.launcherd.slot_events import CreditsReturned, EngineAdopted, Memor
 from services.launcherd.slots import SlotTable
 from shared.config import NodeConfig
 from shared.ids import HolderId, ModelName, RequestId
-from shared.messages.common import Refused
+from shared.messages.daemon import Refused
 from shared.messages.leases import CreditsConfirmed, LeaseGranted, ReturnCredits
 from tests.launcherd.table import World, config
 

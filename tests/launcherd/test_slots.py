@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shared.ids import ModelName
-from shared.messages.common import Done, Refused
+from shared.messages.daemon import Done, Refused
 from shared.messages.models import InventoryChanged, ModelLoaded
 from tests.launcherd.table import GIB, World, config, model
 

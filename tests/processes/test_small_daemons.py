@@ -26,7 +26,7 @@ from shared.errors import StillStarting
 from shared.ids import DAEMONS, ModelName, SlotId
 from shared.io.bus import BusServer, Mirror
 from shared.io.drive import Tasks
-from shared.messages.common import Done, StoryEntry
+from shared.messages.daemon import Done, StoryEntry
 from shared.messages.models import (
     AssignmentsChanged,
     CatalogChanged,

@@ -33,7 +33,7 @@ from shared.errors import DaemonUnreachable, RequestRefused
 from shared.ids import BootId, HolderId, ModelName, PeerId, RequestId, SlotId
 from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.drive import Tasks
-from shared.messages.common import Done, StoryEntry
+from shared.messages.daemon import Done, StoryEntry
 from shared.messages.leases import (
     AcquireLease,
     CreditsConfirmed,

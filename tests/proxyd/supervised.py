@@ -30,7 +30,7 @@ from shared.ids import ModelName, SlotId
 from shared.io.bus import BusClient, BusServer
 from shared.io.drive import Tasks
 from shared.io.supervisor import Supervisor
-from shared.messages.common import Done, StoryEntry
+from shared.messages.daemon import Done, StoryEntry
 from shared.messages.leases import AcquireLease, CreditsConfirmed, LeaseGranted, ReportCredits
 from shared.messages.models import InventoryChanged, SlotChanged
 from shared.paths import NodePaths

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shared.io.keys_file import create_key, revoke_key
-from shared.messages.common import ConfigReloaded, ReloadConfig
+from shared.messages.daemon import ConfigReloaded, ReloadConfig
 from tests.proxyd.supervised import Supervised, ask_proxyd, supervised
 from tests.waiting import run_async, wait_until
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages.common import DaemonInfo, GetDaemonInfo
+from shared.messages.daemon import DaemonInfo, GetDaemonInfo
 from tests.engines.scripted_engine import Script
 from tests.proxyd.supervised import ConnectLoop, Stream, Supervised, ask_proxyd, scripted_model, supervised
 from tests.waiting import run_async, wait_until

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from shared import codec
 from shared.errors import SchemaError, UnknownTag
 from shared.ids import BootId, HolderId, MeshId, ModelName, PeerId, SlotId
-from shared.messages.common import DaemonInfo, Done, GetStory, Heartbeat, Refused, Snapshot
+from shared.messages.daemon import DaemonInfo, Done, GetStory, Heartbeat, Refused, Snapshot
 from shared.messages.leases import CreditUse, ReportCredits
 from shared.messages.mesh import Announcement, MemberChanged, RecordSigned, ServedModel, SignedRecord, SignRecord
 from shared.messages.models import InventoryChanged, SkippedFile, SlotChanged

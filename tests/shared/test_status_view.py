@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 
 from shared.codec import Message
 from shared.ids import DAEMONS, BootId, MeshId, ModelName, PeerId, SlotId
-from shared.messages.common import DaemonInfo
+from shared.messages.daemon import DaemonInfo
 from shared.messages.mesh import (
     Announcement,
     MemberChanged,

@@ -40,7 +40,7 @@ from shared.ids import HolderId, ModelName, RequestId, SlotId
 from shared.io import log
 from shared.io.bus import BusClient
 from shared.io.drive import STORY_LIMIT, Tasks, brief
-from shared.messages.common import StoryEntry
+from shared.messages.daemon import StoryEntry
 from shared.messages.leases import (
     AcquireLease,
     CreditsConfirmed,

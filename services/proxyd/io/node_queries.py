@@ -14,7 +14,7 @@ from shared.ids import DAEMONS
 from shared.io.bus import BusClient
 from shared.io.daemon_process import supervisor_from_environment
 from shared.io.supervisor import Supervisor
-from shared.messages.common import (
+from shared.messages.daemon import (
     ConfigReloaded,
     DaemonInfo,
     ExplainSubject,

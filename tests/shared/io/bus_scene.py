@@ -14,7 +14,7 @@ from shared import codec
 from shared.ids import ModelName
 from shared.io.bus import BusServer, Mirror
 from shared.io.drive import Tasks
-from shared.messages.common import Done, StoryEntry
+from shared.messages.daemon import Done, StoryEntry
 from shared.messages.mesh import CountUnserved
 from shared.paths import NodePaths
 

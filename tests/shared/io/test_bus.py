@@ -14,7 +14,7 @@ from shared import codec
 from shared.errors import DaemonUnreachable, LoadFailed, RequestRefused
 from shared.io import bus
 from shared.io.bus import REPLY_MEMORY, REPLY_MEMORY_BYTES, BusClient
-from shared.messages.common import DaemonInfo, Done, GetDaemonInfo, GetStory
+from shared.messages.daemon import DaemonInfo, Done, GetDaemonInfo, GetStory
 from shared.messages.mesh import SignRecord
 from shared.messages.models import InventoryChanged, RescanModels, SkippedFile
 from shared.paths import NodePaths

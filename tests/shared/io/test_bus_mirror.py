@@ -14,7 +14,7 @@ from shared import codec
 from shared.errors import StillStarting
 from shared.ids import BootId
 from shared.io import bus
-from shared.messages.common import Snapshot
+from shared.messages.daemon import Snapshot
 from shared.paths import NodePaths
 from tests.shared.io.bus_scene import NAME, PROBE, Bare, Daemon, State, copy_of, daemon, word
 from tests.waiting import run_async, until
