@@ -1,0 +1,1 @@
+"""launcherd decides what runs here: slots, leases, the load queue and eviction."""
