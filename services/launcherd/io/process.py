@@ -48,7 +48,9 @@ class ExitStatus:
             name = signal.Signals(-self.status).name
         except ValueError:
             name = f"signal {-self.status}"
-        return f"was ended by {name}"
+        # Seen with a llama-server that was compiled on another machine: the signal's name alone tells few people.
+        hint = " (it was built for another processor)" if name == "SIGILL" else ""
+        return f"was ended by {name}{hint}"
 
 
 @cache

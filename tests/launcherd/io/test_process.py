@@ -253,3 +253,8 @@ def test_an_exit_status_in_words() -> None:
         "was ended by signal 77",
         "ended",
     ]
+
+
+def test_an_illegal_instruction_is_explained() -> None:
+    assert str(ExitStatus(-signal.SIGILL)) == "was ended by SIGILL (it was built for another processor)"
+    assert str(ExitStatus(-signal.SIGKILL)) == "was ended by SIGKILL"
