@@ -14,6 +14,8 @@ SlotId = NewType("SlotId", str)
 HolderId = NewType("HolderId", str)
 """A process that holds credits on engines (one per proxyd worker or tunneld boot)."""
 RequestId = NewType("RequestId", str)
+InviteId = NewType("InviteId", str)
+"""Random, 26 characters; names an invite without being able to redeem it."""
 BootId = NewType("BootId", str)
 """One life of one daemon process."""
 

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.tunneld.identity import multiaddrs
 from services.tunneld.io.mesh_port import MeshPort, bind_mesh_port, interface_addresses
 from services.tunneld.io.node_key import NodeKey
 from shared import codec
@@ -19,6 +18,7 @@ from shared.io.lifecycle import StopSignal, environment
 from shared.messages.daemon import ConfigReloaded, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import RecordSigned, SignedRecord, SignRecord, TunnelChanged
 from shared.paths import NodePaths
+from shared.peer_ids import multiaddrs
 
 ADDRESS_SECONDS = 15.0
 """How often interfaces are looked at for a new address."""

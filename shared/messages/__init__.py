@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shared.messages import daemon, leases, mesh, models, registry
+from shared.messages import daemon, leases, mesh, models, registry, trust, tunnel
 
-__all__ = ["daemon", "leases", "mesh", "models", "registry"]
+__all__ = ["daemon", "leases", "mesh", "models", "registry", "trust", "tunnel"]

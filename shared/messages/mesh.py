@@ -7,6 +7,7 @@ from typing import Literal
 from shared.ids import MeshId, ModelName, PeerId
 from shared.messages.models import ModelType
 from shared.messages.registry import message, part
+from shared.messages.trust import Grant
 
 Role = Literal["client", "standby", "worker", "host"]
 NodeState = Literal["idle", "joining", "active", "draining", "leaving"]
@@ -41,6 +42,17 @@ class ServedModel:
     plan: str = ""
 
 
+@part
+class PlanClaim:
+    """A split plan that a node takes part in; larger ``(term, host)`` wins."""
+
+    model: ModelName
+    term: int
+    hash: str
+    host: PeerId
+    workers: tuple[PeerId, ...] = ()
+
+
 @message
 class Announcement:
     """A node's signed word about itself. Highest ``(incarnation, seq)`` wins."""
@@ -60,6 +72,47 @@ class Announcement:
     serving: tuple[ServedModel, ...] = ()
     hosted: tuple[ServedModel, ...] = ()
     requested_models: tuple[ModelName, ...] = ()
+    plan: PlanClaim | None = None
+    model_source: str = ""
+    """Where the models it serves come from, for nodes that may download them."""
+
+
+@part
+class ModelLoad:
+    """How busy one hosted model is."""
+
+    model: ModelName
+    in_use: int
+    waiting: int
+    parallel: int
+    last_use_age_seconds: float = 0.0
+
+
+@part
+class ModelCount:
+    """A grow-only counter: requests for ``model`` that the record's node has counted since it exists."""
+
+    model: ModelName
+    requests_total: int
+
+
+@part
+class PeerRtt:
+    peer_id: PeerId
+    rtt_seconds: float
+
+
+@message
+class LoadRecord:
+    """A node's signed, fast-moving half: at most one a second, and only when it moved."""
+
+    peer_id: PeerId
+    incarnation: int
+    seq: int
+    mesh_id: MeshId
+    loads: tuple[ModelLoad, ...] = ()
+    demand: tuple[ModelCount, ...] = ()
+    rtts: tuple[PeerRtt, ...] = ()
 
 
 @part
@@ -111,6 +164,12 @@ class MemberChanged:
     reason: str
     is_self: bool = False
     age_seconds: float = 0.0
+    rtt_seconds: float | None = None
+    """From this node, when it is known."""
+    load: LoadRecord | None = None
+    grant: Grant = "member"
+    trusted: bool = True
+    """False for a guest: it takes no part in a split."""
 
 
 @part

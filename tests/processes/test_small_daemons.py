@@ -20,7 +20,6 @@ import pytest
 import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-from services.tunneld.identity import public_key_of
 from shared import codec
 from shared.errors import StillStarting
 from shared.ids import DAEMONS, ModelName, SlotId
@@ -37,6 +36,7 @@ from shared.messages.models import (
     SlotChanged,
 )
 from shared.paths import NodePaths
+from shared.peer_ids import public_key_of
 from tests.daemons import DaemonProcess, daemon_environment, running_daemon, start_daemon_process
 from tests.waiting import run_async, until, wait_until
 

@@ -15,9 +15,9 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from services.tunneld.identity import peer_id_of
 from shared.errors import AlreadyRunning, StateError
 from shared.ids import PeerId
+from shared.peer_ids import peer_id_of
 
 KEY_FILE = "node_key.pem"
 

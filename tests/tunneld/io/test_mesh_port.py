@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from services.tunneld.identity import multiaddrs
 from services.tunneld.io.mesh_port import MeshPort, bind_mesh_port, interface_addresses
 from shared.errors import StateError
 from shared.ids import PeerId
+from shared.peer_ids import multiaddrs
 
 HOST = "127.0.0.1"
 

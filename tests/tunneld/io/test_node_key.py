@@ -13,10 +13,10 @@ from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_pri
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
 
-from services.tunneld.identity import public_key_of
 from services.tunneld.io.node_key import KEY_FILE, NodeKey
 from shared.errors import AlreadyRunning, StateError
 from shared.paths import REPOSITORY
+from shared.peer_ids import public_key_of
 
 
 def test_a_new_key_is_private_and_kept(tmp_path: Path) -> None:

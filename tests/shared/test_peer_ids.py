@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.tunneld.identity import (
+from shared.errors import SchemaError
+from shared.ids import PeerId
+from shared.peer_ids import (
     ALPHABET,
     base58_decode,
     base58_encode,
@@ -16,8 +18,6 @@ from services.tunneld.identity import (
     peer_id_of,
     public_key_of,
 )
-from shared.errors import SchemaError
-from shared.ids import PeerId
 
 VECTOR_KEY = bytes.fromhex("a77f1d92fedb59dddaea5a1c4abd1ac2fbde7d7b879ed364501809923d7c11b9")
 VECTOR_ID = "12D3KooWM6CgA9iBFZmcYAHA6A2qvbAxqfkmrYiRQuz3XEsk4Ksv"
