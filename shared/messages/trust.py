@@ -76,7 +76,7 @@ class InitMesh:
 
 @message
 class JoinMesh:
-    """Request to gossipd. The reply ``MeshJoined`` comes when this node is admitted; ``JoinChanged`` tells the steps."""
+    """Request to gossipd. ``MeshJoined`` comes when this node is admitted; ``JoinChanged`` tells the steps."""
 
     token: str
     client: bool = False
