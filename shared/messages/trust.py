@@ -219,3 +219,13 @@ class Enrolled:
     peers: tuple[PeerAddresses, ...] = ()
     observed_address: str = ""
     """How the issuer saw the one who enrolled."""
+
+
+@message
+class MakeCsr:
+    """Request to tunneld, which owns the node key. Reply ``CsrMade``."""
+
+
+@message
+class CsrMade:
+    csr_der: bytes
