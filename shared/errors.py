@@ -77,6 +77,12 @@ class PeerUnreachable(MeshError):
     code = "peer_unreachable"
 
 
+class CertificateRefused(MeshError):
+    """A certificate, chain or signing request does not prove what it should."""
+
+    code = "certificate_refused"
+
+
 class NoRoute(MeshError):
     """No host serves the model."""
 
