@@ -4,7 +4,7 @@ A mesh is a private certificate authority: a P-256 root, P-256 issuers under it,
 node, issued for its peer id, mesh and grant. Mutual TLS 1.3 proves them on every connection; what a TLS library
 checks of them differs from library to library, so :func:`verify_chain` checks everything anew on both transports.
 
-Nothing here draws random numbers but the serial numbers that the X.509 builder needs, and time is an argument.
+Keys and time are arguments; serial numbers are hashes of both.
 
 Source: RFC 5280 §4.2, §6; docs/spec/trust.md.
 """
@@ -291,12 +291,24 @@ def _builder(
         .subject_name(subject)
         .issuer_name(issuer)
         .public_key(public_key)
-        .serial_number(x509.random_serial_number())
+        .serial_number(_serial(public_key, issuer_public_key, now))
         .not_valid_before(now - BACKDATED)
         .not_valid_after(now + life)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public_key), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_public_key), critical=False)
     )
+
+
+def _serial(
+    public_key: ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey,
+    issuer_public_key: ec.EllipticCurvePublicKey,
+    now: datetime.datetime,
+) -> int:
+    """Unique per issuer, key and time, without chance: RFC 5280 asks for a positive number of at most 20 bytes."""
+    text = now.isoformat().encode()
+    for key in (public_key, issuer_public_key):
+        text += key.public_bytes(Encoding.DER, PublicFormat.SubjectPublicKeyInfo)
+    return 1 + int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "big")
 
 
 def _as_authority(builder: x509.CertificateBuilder, *, path_length: int) -> x509.CertificateBuilder:

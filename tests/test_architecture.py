@@ -27,7 +27,7 @@ SHELLS = {
     "shared/paths.py": "creates the state directories",
 }
 WORLD_MODULES = {
-    "asyncio", "ctypes", "datetime", "fcntl", "http", "httpx", "multiprocessing", "os", "psutil", "random", "secrets",
+    "asyncio", "ctypes", "fcntl", "http", "httpx", "multiprocessing", "os", "psutil", "random", "secrets",
     "select", "selectors", "shutil", "signal", "socket", "ssl", "subprocess", "tempfile", "threading", "time",
     "urllib.request", "uvicorn", "uvloop", "xmlrpc", "zmq",
 }  # fmt: skip
@@ -83,6 +83,19 @@ def test_services_import_only_themselves_and_shared(path: Path) -> None:
             continue
         assert parts[0] == "services", f"{relative(path)} imports {name}: shared knows no service"
         assert name.split(".")[1] == parts[1], f"{relative(path)} imports {name}: services talk over the bus only"
+
+
+CLOCKS = ("now", "today", "utcnow")
+"""What asks ``datetime`` for the time; its types alone are arithmetic."""
+
+
+@pytest.mark.parametrize("path", CORES, ids=relative)
+def test_cores_ask_no_calendar(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Attribute) and node.attr in CLOCKS:
+            assert ast.unparse(node.value).split(".")[-1] not in ("datetime", "date"), (
+                f"{relative(path)}:{node.lineno} asks for the time: time is an argument of a core"
+            )
 
 
 @pytest.mark.parametrize("path", CORES, ids=relative)
