@@ -71,7 +71,7 @@ def load_der(data: bytes) -> x509.Certificate:
         raise CertificateRefused(f"a certificate of {len(data)} bytes is over the limit of {DER_LIMIT_BYTES}")
     try:
         return x509.load_der_x509_certificate(data)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, x509.InvalidVersion) as error:
         raise CertificateRefused(f"not a certificate: {str(error)[:200]}") from None
 
 
@@ -114,7 +114,7 @@ def csr_public_key(der: bytes) -> ed25519.Ed25519PublicKey:
         request = x509.load_der_x509_csr(der)
         key = request.public_key()
         valid = request.is_signature_valid
-    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm) as error:
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise CertificateRefused(f"not a signing request: {str(error)[:200]}") from None
     if not isinstance(key, ed25519.Ed25519PublicKey):
         raise CertificateRefused("a node key is an Ed25519 key, this signing request has another kind")
