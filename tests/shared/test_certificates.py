@@ -220,7 +220,7 @@ CHAIN = (leaf().public_bytes(Encoding.DER), MINE.issuer.public_bytes(Encoding.DE
 
 @pytest.mark.filterwarnings("ignore")
 def test_no_flipped_bit_is_ever_believed() -> None:
-    """Each bit of a chain and of a signing request: refused, or it changed nothing that is signed (BIT STRING padding)."""
+    """Each bit of a chain and of a request: refused, or it changed nothing that is signed (BIT STRING padding)."""
     for which, original in enumerate(CHAIN):
         for bit in range(len(original) * 8):
             chain = [load_der(der) for der in CHAIN]
