@@ -83,6 +83,14 @@ class CertificateRefused(MeshError):
     code = "certificate_refused"
 
 
+class InviteRefused(MeshError):
+    """A token or invite cannot be used; ``code`` tells which way."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
 class NoRoute(MeshError):
     """No host serves the model."""
 
