@@ -1,8 +1,8 @@
 """An issuer's decisions: whom it invites, whom it admits, whom it no longer does.
 
 Invites are counted where they are redeemed; what other issuers redeemed arrives by gossip and is merged as sets, so
-that nothing is counted twice and two issuers that cannot hear each other overshoot by at most one count each. Only ids and
-counts are kept: a token exists on its bearer's screen and nowhere here.
+that nothing is counted twice and two issuers that cannot hear each other overshoot by at most one count each. Only ids
+and counts are kept: a token exists on its bearer's screen and nowhere here.
 
 Source: docs/spec/invites.md, docs/spec/trust.md.
 """
