@@ -11,11 +11,12 @@ import ipaddress
 import itertools
 import math
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -35,6 +36,8 @@ class NodeSection:
     """Left free on a GPU for the desktop and the driver."""
     cpu_share: float = 0.75
     """Without a GPU, models may use this share of the RAM."""
+    client: bool = False
+    """Only consumes: this node asks others and serves nothing itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +111,12 @@ class MeshSection:
     host: str = "0.0.0.0"
     port: int = 9340
     """UDP and TCP."""
+    transport: Literal["auto", "quic", "tcp"] = "auto"
+    """For bulk streams: ``auto`` takes TLS over TCP where it connects, else QUIC. ``tcp`` also carries control."""
+    advertise: tuple[str, ...] = ()
+    """Further places where others reach this node, HOST or HOST:PORT: a public name, a forwarded port."""
+    accept_admin: bool = True
+    """Whether nodes with an issuer's grant may read logs and load, unload and drain here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +273,12 @@ def _check(config: NodeConfig, source: str, said_by: Mapping[str, str]) -> None:
             except ValueError:
                 where = _where(source, said_by, name, "host")
                 raise ConfigError(f"{where} = {host!r}: give an IP address, e.g. 127.0.0.1") from None
+    for place in config.mesh.advertise:
+        if advertised(place) is None:
+            raise ConfigError(
+                f"{source}: mesh.advertise: {place!r} is no place to reach this node; write HOST or HOST:PORT, "
+                "IPv6 as [ADDRESS]:PORT"
+            )
     if not 0.05 <= config.node.cpu_share <= 1:
         raise ConfigError(f"{source}: node.cpu_share = {config.node.cpu_share}: between 0.05 and 1")
 
@@ -271,6 +286,22 @@ def _check(config: NodeConfig, source: str, said_by: Mapping[str, str]) -> None:
 def _nearest(word: str, known: Any) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else f"; known: {', '.join(known)}"
+
+
+def advertised(place: str) -> tuple[str, int | None] | None:
+    """``HOST``, ``HOST:PORT`` or ``[IPV6]:PORT`` as (host, port or None for the node's own); None for anything else."""
+    matched = re.fullmatch(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9.-]{1,253}))(?::([0-9]{1,5}))?", place)
+    if matched is None:
+        return None
+    port = int(matched[3]) if matched[3] else None
+    if port is not None and not 0 < port <= 65535:
+        return None
+    if matched[1]:
+        try:
+            ipaddress.IPv6Address(matched[1])
+        except ValueError:
+            return None
+    return matched[1] or matched[2], port
 
 
 def is_loopback(host: str) -> bool:

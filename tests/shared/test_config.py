@@ -12,6 +12,7 @@ from shared.config import (
     ENVIRONMENT,
     SECTIONS,
     NodeConfig,
+    advertised,
     build_config,
     changed_keys,
     is_loopback,
@@ -256,3 +257,30 @@ def test_loopback(host: str, expected: bool) -> None:
 def test_model_folders_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/somewhere")
     assert built().model_folders() == (Path("/somewhere/.models"),)
+
+
+@pytest.mark.parametrize(
+    ("place", "expected"),
+    [
+        ("name.example", ("name.example", None)),
+        ("name.example:9340", ("name.example", 9340)),
+        ("203.0.113.7", ("203.0.113.7", None)),
+        ("[2001:db8::1]:9340", ("2001:db8::1", 9340)),
+        ("[2001:db8::1]", ("2001:db8::1", None)),
+        ("2001:db8::1", None),
+        ("name:0", None),
+        ("name:70000", None),
+        ("http://name", None),
+        ("[name]:1", None),
+        ("", None),
+    ],
+)
+def test_an_advertised_place(place: str, expected: tuple[str, int | None] | None) -> None:
+    assert advertised(place) == expected
+
+
+def test_a_place_nobody_could_dial_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"mesh\.advertise: 'http://x' is no place .* write HOST or HOST:PORT"):
+        built({"mesh": {"advertise": ["http://x"]}})
+    with pytest.raises(ConfigError, match=r"mesh\.transport = 'udp'"):
+        built({"mesh": {"transport": "udp"}})
