@@ -146,7 +146,9 @@ class BanPeer:
     """Request to gossipd of an issuer: cut a peer off, mesh-wide. Reply ``Done`` or ``Refused``."""
 
     peer: str
-    """Name, peer id, or a unique beginning of one."""
+    """Name, peer id, or a unique beginning or end of one."""
+    lift: bool = False
+    """Take a ban back: the peer may connect again, if its certificate is still good."""
 
 
 @message
@@ -195,7 +197,10 @@ class EnrollAt:
     root_fingerprint: str
     """SHA-256 of the root certificate's DER in hex."""
     invite: bytes
+    """The token's text as UTF-8; never logged."""
     client: bool = False
+    issuer_csr_der: bytes = b""
+    """Signing request of a P-256 key of gossipd's, in case the invite makes an issuer."""
 
 
 @message
@@ -205,6 +210,10 @@ class RedeemInvite:
     invite: bytes
     csr_der: bytes
     observed_address: str = ""
+    client: bool = False
+    """The one who joins wants no more than a client's grant."""
+    issuer_csr_der: bytes = b""
+    """As in ``EnrollAt``."""
 
 
 @message
@@ -219,6 +228,8 @@ class Enrolled:
     peers: tuple[PeerAddresses, ...] = ()
     observed_address: str = ""
     """How the issuer saw the one who enrolled."""
+    issuer_der: bytes = b""
+    """An issuer certificate for the key of ``issuer_csr_der``; empty unless the invite makes an issuer."""
 
 
 @message
@@ -229,3 +240,44 @@ class MakeCsr:
 @message
 class CsrMade:
     csr_der: bytes
+
+
+# -- between gossipds, on channel ``enroll`` --------------------------------------------------------------------
+
+
+@part
+class SignedClaim:
+    """One claim about a peer or an invite, forwarded byte for byte as it was signed."""
+
+    body: bytes
+    signature: bytes
+    issuer: int = -1
+    """Index into ``TrustStatement.issuers``; -1: signed with the mesh root's own key."""
+
+
+@message
+class TrustStatement:
+    """gossipd to gossipd: bans, trusted guests, revoked and redeemed invites, each signed by an issuer."""
+
+    mesh_id: MeshId
+    issuers: tuple[bytes, ...] = ()
+    """Issuer certificates, DER."""
+    claims: tuple[SignedClaim, ...] = ()
+
+
+@message
+class RenewCertificate:
+    """gossipd to an issuer's gossipd: sign this node's key again. Answer ``CertificateRenewed``."""
+
+    csr_der: bytes
+    issuer_csr_der: bytes = b""
+    """Of a node that may admit others: a P-256 key that the mesh's creator signs."""
+
+
+@message
+class CertificateRenewed:
+    """Answer to ``RenewCertificate``. An empty chain: refused, ``reason`` says why."""
+
+    chain_der: tuple[bytes, ...] = ()
+    issuer_der: bytes = b""
+    reason: str = ""
