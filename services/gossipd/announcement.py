@@ -31,6 +31,8 @@ class NodeFacts:
     inventory: InventoryChanged | None = None
     device: DeviceChanged | None = None
     assignments: AssignmentsChanged | None = None
+    draining: bool = False
+    """The owner wants no new requests from other nodes."""
 
 
 def announce(
@@ -68,7 +70,9 @@ def _role(hosted: tuple[ServedModel, ...]) -> Role:
 
 
 def _state(facts: NodeFacts) -> NodeState:
-    return "active" if facts.configured else "idle"
+    if not facts.configured:
+        return "idle"
+    return "draining" if facts.draining else "active"
 
 
 def _serving(assignments: Iterable[Assignment], models: Iterable[LocalModel]) -> tuple[ServedModel, ...]:

@@ -69,6 +69,7 @@ class Gossipd:
             node_name=node_name(config),
             configured=config.configured,
             requested_models=tuple(ModelName(name) for name in config.models.serve),
+            draining=identity.draining,
         )
         self.membership = Membership(identity, facts, counted=counted, counted_slots=counted_slots)
         self.drive: Drive[Stimulus, Effect] = Drive(self.membership, self.perform)

@@ -13,6 +13,8 @@ any report of a daemon   own announcement's content differs            SignAnnou
 SlotChanged              ``requests_total`` of a known slot rose        counts demand
 CountUnserved            this node entered a request nobody serves     counts demand
 ConfigApplied            first configuration of an idle node           PersistIdentity, PublishMesh, as above
+MeshAdopted              another mesh than before                      PersistIdentity, PublishMesh, as above
+DrainAsked               other than before                             PersistIdentity, as above
 Tick                     demand changed, or rates fade                 PublishDemand, PersistDemand
 RecordSigned             for the current number                        keeps the record for peers
 =======================  ============================================  ==========================================
@@ -66,6 +68,21 @@ class ConfigApplied:
     random_bytes: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class MeshAdopted:
+    """This node is in another mesh from now on, admitted there or its first."""
+
+    mesh_id: MeshId
+    mesh_name: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainAsked:
+    """Take no new requests from the mesh, or take them again; kept over a restart."""
+
+    draining: bool
+
+
 Stimulus = (
     TunnelChanged
     | InventoryChanged
@@ -76,6 +93,8 @@ Stimulus = (
     | CountUnserved
     | RecordSigned
     | ConfigApplied
+    | MeshAdopted
+    | DrainAsked
 )
 
 
@@ -178,6 +197,15 @@ class Membership:
                 self._count(model, max(0, count), now)
             case ConfigApplied():
                 effects += self._apply_config(stimulus)
+            case MeshAdopted(mesh_id=mesh_id, mesh_name=mesh_name):
+                if (mesh_id, mesh_name) != (self.identity.mesh_id, self.identity.mesh_name):
+                    self.identity = replace(self.identity, mesh_id=mesh_id, mesh_name=mesh_name)
+                    effects += [PersistIdentity(self.identity), PublishMesh(self._mesh())]
+            case DrainAsked(draining=draining):
+                self.facts = replace(self.facts, draining=draining)
+                if draining != self.identity.draining:
+                    self.identity = replace(self.identity, draining=draining)
+                    effects.append(PersistIdentity(self.identity))
             case RecordSigned(record=record):
                 if self.own is not None and record.payload == codec.encode(self.own):
                     self.record = record

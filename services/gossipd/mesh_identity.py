@@ -27,6 +27,8 @@ class MeshIdentity:
     incarnation: int = 0
     peer_id: PeerId = NO_PEER
     """Last known own id: gossipd works before tunneld does."""
+    draining: bool = False
+    """Whether its owner took this node out of service."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
@@ -41,8 +43,9 @@ class MeshIdentity:
                 mesh_name=str(value["mesh_name"]),
                 incarnation=int(value["incarnation"]),
                 peer_id=PeerId(str(value["peer_id"])),
+                draining=value.get("draining", False) is True,
             )
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             raise StateError(
                 f"{source} is damaged ({error}); restore it from a backup, or move it away to start in a new mesh"
             ) from error

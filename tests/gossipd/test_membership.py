@@ -15,8 +15,10 @@ from services.gossipd.membership import (
     HOLD_SECONDS,
     PERSIST_SECONDS,
     ConfigApplied,
+    DrainAsked,
     Effect,
     Membership,
+    MeshAdopted,
     PersistDemand,
     PersistIdentity,
     PublishDemand,
@@ -261,6 +263,24 @@ def test_the_first_configuration_of_an_idle_node_makes_a_mesh() -> None:
     idle = ConfigApplied(configured=False, node_name="desk", requested_models=(), random_bytes=bytes(16))
     assert kinds(machine.tell(idle)) == [SignAnnouncement, PublishMember], "idle again, in the same mesh"
     assert machine.core.identity == identity
+
+
+def test_another_mesh_counts_at_once_and_is_kept() -> None:
+    machine = live()
+    effects = machine.tell(MeshAdopted(MeshId("other"), "home"))
+    assert only(effects, PersistIdentity).identity.mesh_id == "other"
+    assert only(effects, PublishMesh).mesh == MeshIdentityChanged(mesh_id=MeshId("other"), mesh_name="home")
+    assert only(effects, SignAnnouncement).announcement.mesh_id == "other"
+    assert machine.tell(MeshAdopted(MeshId("other"), "home")) == []
+
+
+def test_draining_is_announced_and_kept() -> None:
+    machine = live()
+    effects = machine.tell(DrainAsked(True))
+    assert only(effects, PersistIdentity).identity.draining
+    assert only(effects, SignAnnouncement).announcement.state == "draining"
+    assert machine.tell(DrainAsked(True)) == []
+    assert only(machine.tell(DrainAsked(False)), SignAnnouncement).announcement.state == "active"
 
 
 def test_demand_is_published_within_a_second_and_then_as_rates_fade() -> None:
