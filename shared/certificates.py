@@ -37,6 +37,7 @@ NODE_LIFE = datetime.timedelta(days=30)
 BACKDATED = datetime.timedelta(hours=1)
 """Clocks of machines at home are minutes apart; a new certificate is valid at once everywhere."""
 URI_SCHEME = "meshd"
+ISSUER_PREFIX = "issuer"
 DER_LIMIT_BYTES = 4096
 """A node certificate has about 400 bytes."""
 
@@ -94,7 +95,7 @@ def make_issuer(
     now: datetime.datetime,
 ) -> x509.Certificate:
     """An issuer certificate for ``peer_id``: with its key that node admits others."""
-    subject = _name(f"issuer {peer_id}")
+    subject = _name(_issuer_name(peer_id))
     builder = _builder(subject, root.subject, public_key, root_key.public_key(), now, ISSUER_LIFE)
     return _as_authority(builder, path_length=0).sign(root_key, hashes.SHA256())
 
@@ -106,8 +107,29 @@ def make_csr(key: ed25519.Ed25519PrivateKey) -> bytes:
     return request.public_bytes(Encoding.DER)
 
 
+def make_issuer_csr(key: ec.EllipticCurvePrivateKey, peer_id: PeerId) -> bytes:
+    """A signing request, DER, for the key with which ``peer_id`` will admit others."""
+    request = x509.CertificateSigningRequestBuilder().subject_name(_name(_issuer_name(peer_id)))
+    return request.sign(key, hashes.SHA256()).public_bytes(Encoding.DER)
+
+
 def csr_public_key(der: bytes) -> ed25519.Ed25519PublicKey:
     """The node key that signed the request. Raises: CertificateRefused."""
+    key = _csr_key(der)
+    if not isinstance(key, ed25519.Ed25519PublicKey):
+        raise CertificateRefused("a node key is an Ed25519 key, this signing request has another kind")
+    return key
+
+
+def issuer_csr_public_key(der: bytes) -> ec.EllipticCurvePublicKey:
+    """The issuer key that signed the request. Raises: CertificateRefused."""
+    key = _csr_key(der)
+    if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, ec.SECP256R1):
+        raise CertificateRefused("an issuer key is a P-256 key, this signing request has another kind")
+    return key
+
+
+def _csr_key(der: bytes) -> object:
     if len(der) > DER_LIMIT_BYTES:
         raise CertificateRefused(f"a signing request of {len(der)} bytes is over the limit of {DER_LIMIT_BYTES}")
     try:
@@ -116,8 +138,6 @@ def csr_public_key(der: bytes) -> ed25519.Ed25519PublicKey:
         valid = request.is_signature_valid
     except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm, x509.InvalidVersion) as error:
         raise CertificateRefused(f"not a signing request: {str(error)[:200]}") from None
-    if not isinstance(key, ed25519.Ed25519PublicKey):
-        raise CertificateRefused("a node key is an Ed25519 key, this signing request has another kind")
     if not valid:
         raise CertificateRefused("the signing request is not signed with its own key")
     return key
@@ -148,6 +168,29 @@ def issue(
         )
     )
     return builder.sign(issuer_key, hashes.SHA256())
+
+
+def issuer_peer_id(issuer: x509.Certificate) -> PeerId:
+    """The node that admits others with this issuer certificate. Raises: CertificateRefused."""
+    names = issuer.subject.get_attributes_for_oid(NameOID.COMMON_NAME)
+    text = names[0].value if len(names) == 1 else ""
+    prefix, _, peer_id = text.partition(" ") if isinstance(text, str) else ("", "", "")
+    if prefix != ISSUER_PREFIX or not peer_id:
+        raise CertificateRefused("the issuer certificate names no node")
+    return PeerId(peer_id)
+
+
+def check_issuer(issuer: x509.Certificate, root: x509.Certificate, *, now: datetime.datetime) -> PeerId:
+    """Whose issuer certificate of this mesh this is, good now. Raises: CertificateRefused."""
+    what = "issuer certificate"
+    try:
+        _check_issued(issuer, root, what)
+        _check_dates(issuer, what, now)
+        _check_critical(issuer, what)
+        _check_authority(issuer, what, path_length=0)
+    except (ValueError, TypeError, UnsupportedAlgorithm, x509.ExtensionNotFound, x509.DuplicateExtension) as error:
+        raise CertificateRefused(f"a certificate cannot be read: {str(error)[:200]}") from None
+    return issuer_peer_id(issuer)
 
 
 def needs_renewal(certificate: x509.Certificate, *, now: datetime.datetime) -> bool:
@@ -191,6 +234,11 @@ def verify_chain(
         raise CertificateRefused(f"a certificate cannot be read: {str(error)[:200]}") from None
     if peer.peer_id in banned:
         raise CertificateRefused(f"{peer.peer_id} is banned from this mesh")
+    if banned and issuer_peer_id(issuer) in banned:
+        raise CertificateRefused(
+            f"{peer.peer_id} was admitted by a node that is banned from this mesh; it has to join again with a token "
+            "of another issuer"
+        )
     return peer
 
 
@@ -272,6 +320,10 @@ def _read_uri(text: str) -> tuple[str, Grant]:
 
 
 # -- building blocks --------------------------------------------------------------------------------------------
+
+
+def _issuer_name(peer_id: PeerId) -> str:
+    return f"{ISSUER_PREFIX} {peer_id}"
 
 
 def _name(text: str) -> x509.Name:

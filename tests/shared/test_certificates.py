@@ -249,3 +249,33 @@ def test_random_bytes_are_only_refused(data: bytes) -> None:
         load_der(data)
     with pytest.raises(CertificateRefused):
         csr_public_key(data)
+
+
+def test_what_a_banned_issuer_signed_is_refused() -> None:
+    """A banned issuer could otherwise come back under a new key of its own making."""
+    key = ed25519.Ed25519PrivateKey.generate()
+    node = issue(key.public_key(), MESH, "member", MINE.issuer, MINE.issuer_key, now=NOW)
+    assert verify_chain([node, MINE.issuer], MINE.root, mesh_id=MESH, now=NOW, banned=[PeerId("someone")])
+    assert "join again" in refused([node, MINE.issuer], banned=[NODE_ID])
+
+
+def test_an_issuers_request_proves_a_p256_key() -> None:
+    key = ec.generate_private_key(ec.SECP256R1())
+    der = certificates.make_issuer_csr(key, NODE_ID)
+    assert certificates.issuer_csr_public_key(der) == key.public_key()
+    with pytest.raises(CertificateRefused, match="P-256"):
+        certificates.issuer_csr_public_key(make_csr(NODE_KEY))
+    other_curve = certificates.make_issuer_csr(ec.generate_private_key(ec.SECP384R1()), NODE_ID)
+    with pytest.raises(CertificateRefused, match="P-256"):
+        certificates.issuer_csr_public_key(other_curve)
+    with pytest.raises(CertificateRefused, match="Ed25519"):
+        csr_public_key(der)
+
+
+def test_whose_issuer_certificate_it_is() -> None:
+    assert certificates.check_issuer(MINE.issuer, MINE.root, now=NOW) == NODE_ID
+    for wrong in (leaf(), MINE.root, authority().issuer):
+        with pytest.raises(CertificateRefused):
+            certificates.check_issuer(wrong, MINE.root, now=NOW)
+    with pytest.raises(CertificateRefused, match="expired"):
+        certificates.check_issuer(MINE.issuer, MINE.root, now=NOW + 800 * DAY)
