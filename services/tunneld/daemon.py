@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from services.tunneld.io.mesh_port import MeshPort, bind_mesh_port, interface_addresses
 from services.tunneld.io.node_key import NodeKey
 from shared import codec
+from shared.certificates import make_csr
 from shared.config import NodeConfig, changed_keys, is_loopback, load_config
 from shared.errors import RequestRefused
 from shared.io import log
@@ -17,6 +18,7 @@ from shared.io.drive import Tasks
 from shared.io.lifecycle import StopSignal, environment
 from shared.messages.daemon import ConfigReloaded, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import RecordSigned, SignedRecord, SignRecord, TunnelChanged
+from shared.messages.trust import CsrMade, MakeCsr
 from shared.paths import NodePaths
 from shared.peer_ids import multiaddrs
 
@@ -78,6 +80,8 @@ class Tunneld:
                         payload=payload, signature=self.key.sign(payload), peer_id=self.key.peer_id
                     )
                 )
+            case MakeCsr():
+                return CsrMade(csr_der=make_csr(self.key.private))
             case ExplainSubject(subject=subject):
                 if subject not in (self.key.peer_id, "node", "this node"):
                     return Explanation(sentences=())

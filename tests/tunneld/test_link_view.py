@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from services.tunneld.link_view import REPORT_SECONDS, sum_counters, transport_word, worth_saying
@@ -12,7 +14,7 @@ SAID = LinkChanged(peer_id=PeerId("12B"), state="connected", reason="control ove
 
 
 def changed(**fields: object) -> LinkChanged:
-    return LinkChanged(**{"peer_id": SAID.peer_id, "state": "connected", "reason": SAID.reason, "rtt_seconds": 0.02, **fields})  # type: ignore[arg-type]
+    return replace(SAID, **fields)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,11 @@ class NodeKey:
         self._key = key
         self.peer_id: PeerId = peer_id_of(key.public_key().public_bytes_raw())
 
+    @property
+    def private(self) -> Ed25519PrivateKey:
+        """For handshakes and certificate requests. It never leaves this process."""
+        return self._key
+
     def sign(self, payload: bytes) -> bytes:
         """64-byte Ed25519 signature."""
         return self._key.sign(payload)
