@@ -16,14 +16,14 @@ from dataclasses import asdict, dataclass
 from typing import get_args
 
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.hazmat.primitives.serialization import Encoding
 
-from shared.certificates import csr_public_key, fingerprint, issue
-from shared.errors import InviteRefused, StateError
+from shared.certificates import csr_public_key, fingerprint, issue, issuer_csr_public_key, make_issuer
+from shared.errors import CertificateRefused, InviteRefused, StateError
 from shared.ids import InviteId, MeshId, PeerId
 from shared.invites import Invite, SignedInvite, check_invite, mint
-from shared.messages.trust import Enrolled, Grant, InviteView, PeerAddresses
+from shared.messages.trust import CertificateRenewed, Enrolled, Grant, InviteView, PeerAddresses, RenewCertificate
 from shared.peer_ids import peer_id_of
 
 KEPT_SECONDS = 7 * 86_400
@@ -52,13 +52,21 @@ class Authority:
     """The decisions of one issuer. No clock: ``now_unix_seconds`` is an argument; keys are given."""
 
     def __init__(
-        self, mesh_id: MeshId, mesh_name: str, root: x509.Certificate, issuer: Issuer, peer_id: PeerId
+        self,
+        mesh_id: MeshId,
+        mesh_name: str,
+        root: x509.Certificate,
+        issuer: Issuer,
+        peer_id: PeerId,
+        root_key: ec.EllipticCurvePrivateKey | None = None,
     ) -> None:
+        """``root_key``: only the mesh's creator has it, and only it makes other issuers."""
         self.mesh_id = mesh_id
         self.mesh_name = mesh_name
         self.root = root
         self.peer_id = peer_id
         self._issuer = issuer
+        self._root_key = root_key
         self._minted: dict[InviteId, Minted] = {}
         self._redeemed: dict[InviteId, set[PeerId]] = {}
         self._revoked: set[InviteId] = set()
@@ -81,6 +89,7 @@ class Authority:
             raise InviteRefused("bad_terms", "an invite is good for between a second and a year")
         if uses < 1:
             raise InviteRefused("bad_terms", "an invite is good for at least one node")
+        self._check_grant(grant)
         if not addresses:
             raise InviteRefused(
                 "no_address", "this node has no address that another one could reach; see 'meshctl doctor'"
@@ -130,10 +139,12 @@ class Authority:
         peers: tuple[PeerAddresses, ...],
         observed_address: str,
         now_unix_seconds: float,
+        client: bool = False,
+        issuer_csr_der: bytes = b"",
     ) -> Enrolled:
         """Admit who holds the invite and the key of the request. The same key again is not counted twice.
 
-        Raises: InviteRefused, CertificateRefused.
+        ``client``: the one who joins wants no more than that. Raises: InviteRefused, CertificateRefused.
         """
         key = csr_public_key(csr_der)
         peer_id = peer_id_of(key.public_bytes_raw())
@@ -149,18 +160,59 @@ class Authority:
             revoked=invite.invite_id in self._revoked,
             used=len(redeemed - {peer_id}),
         )
-        now = datetime.datetime.fromtimestamp(now_unix_seconds, datetime.UTC)
-        certificate = issue(key, self.mesh_id, invite.grant, self._issuer.certificate, self._issuer.key, now=now)
+        grant: Grant = "client" if client else invite.grant
+        self._check_grant(grant)
+        certificate = self._sign(key, grant, now_unix_seconds)
+        issuer_der = self._issuer_for(peer_id, grant, issuer_csr_der, now_unix_seconds)
         self._redeemed.setdefault(invite.invite_id, set()).add(peer_id)
         return Enrolled(
             root_der=self.root.public_bytes(Encoding.DER),
             chain_der=tuple(part.public_bytes(Encoding.DER) for part in (certificate, self._issuer.certificate)),
             mesh_id=self.mesh_id,
             mesh_name=self.mesh_name,
-            grant=invite.grant,
+            grant=grant,
             peers=peers,
             observed_address=observed_address,
+            issuer_der=issuer_der,
         )
+
+    def renew(
+        self, peer_id: PeerId, grant: Grant, request: RenewCertificate, *, now_unix_seconds: float
+    ) -> CertificateRenewed:
+        """Sign a member's key again, with the grant that its certificate has.
+
+        ``peer_id`` and ``grant`` are what its connection proved. Raises: InviteRefused, CertificateRefused.
+        """
+        key = csr_public_key(request.csr_der)
+        if peer_id_of(key.public_bytes_raw()) != peer_id:
+            raise CertificateRefused("a node renews its own certificate only")
+        if peer_id in self.banned:
+            raise InviteRefused("banned", f"{peer_id} is banned from this mesh; an issuer can lift that")
+        certificate = self._sign(key, grant, now_unix_seconds)
+        return CertificateRenewed(
+            chain_der=tuple(part.public_bytes(Encoding.DER) for part in (certificate, self._issuer.certificate)),
+            issuer_der=self._issuer_for(peer_id, grant, request.issuer_csr_der, now_unix_seconds),
+        )
+
+    def _check_grant(self, grant: Grant) -> None:
+        """Raises: InviteRefused."""
+        if grant == "issuer" and self._root_key is None:
+            raise InviteRefused(
+                "not_the_creator",
+                "only the node that made this mesh can make others issuers; use 'meshctl invite --grant issuer' there",
+            )
+
+    def _sign(self, key: ed25519.Ed25519PublicKey, grant: Grant, now_unix_seconds: float) -> x509.Certificate:
+        now = _aware(now_unix_seconds)
+        return issue(key, self.mesh_id, grant, self._issuer.certificate, self._issuer.key, now=now)
+
+    def _issuer_for(self, peer_id: PeerId, grant: Grant, csr_der: bytes, now_unix_seconds: float) -> bytes:
+        """An issuer certificate, DER, if the grant says so and this node can. Raises: CertificateRefused."""
+        if grant != "issuer" or not csr_der or self._root_key is None:
+            return b""
+        key = issuer_csr_public_key(csr_der)
+        made = make_issuer(key, peer_id, self.root, self._root_key, now=_aware(now_unix_seconds))
+        return made.public_bytes(Encoding.DER)
 
     # -- what other issuers did ---------------------------------------------------------------------------------
 
@@ -211,6 +263,10 @@ class Authority:
                 f"{source} is damaged ({error}); restore it from a backup. It says which invites were used and revoked"
             ) from error
         self._minted, self._redeemed, self._revoked, self.banned = minted, redeemed, revoked, banned
+
+
+def _aware(unix_seconds: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(unix_seconds, datetime.UTC)
 
 
 def _minted(value: Mapping[str, object]) -> Minted:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import datetime
+
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ed25519
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from services.gossipd.authority import KEPT_SECONDS, Authority, Issuer
-from shared.certificates import load_der, make_csr, verify_chain
+from shared.certificates import check_issuer, load_der, make_csr, make_issuer_csr, verify_chain
 from shared.errors import CertificateRefused, InviteRefused, StateError
 from shared.ids import InviteId, PeerId
 from shared.invites import SignedInvite, parse_token
-from shared.messages.trust import Enrolled
+from shared.messages.trust import Enrolled, RenewCertificate
 from shared.peer_ids import peer_id_of
 from tests.shared.test_certificates import MESH, MINE, NODE_ID, NOW
 
@@ -122,9 +124,7 @@ def test_terms_that_make_no_sense(terms: dict[str, object]) -> None:
 
 def test_a_node_that_nobody_can_reach_says_so_before_it_invites() -> None:
     with pytest.raises(InviteRefused, match="doctor"):
-        an_authority().invite(
-            ID, grant="member", uses=1, expires_seconds=60.0, addresses=(), now_unix_seconds=NOW_UNIX
-        )
+        an_authority().invite(ID, grant="member", uses=1, expires_seconds=60.0, addresses=(), now_unix_seconds=NOW_UNIX)
 
 
 def test_everything_survives_a_restart_and_no_token_is_kept() -> None:
@@ -157,3 +157,85 @@ def test_old_ones_are_forgotten() -> None:
     assert len(authority.invites(now_unix_seconds=NOW_UNIX)) == 1
     authority.forget_old(now_unix_seconds=NOW_UNIX + 3601 + KEPT_SECONDS)
     assert authority.invites(now_unix_seconds=NOW_UNIX) == ()
+
+
+def creator() -> Authority:
+    return Authority(MESH, "home", MINE.root, Issuer(MINE.issuer, MINE.issuer_key), NODE_ID, MINE.root_key)
+
+
+def issuers_invite(authority: Authority) -> SignedInvite:
+    return authority.invite(
+        ID, grant="issuer", uses=1, expires_seconds=60.0, addresses=ADDRESSES, now_unix_seconds=NOW_UNIX
+    )
+
+
+def test_the_creator_makes_issuers() -> None:
+    authority, key, issuer_key = creator(), new_key(), ec.generate_private_key(ec.SECP256R1())
+    enrolled = authority.redeem(
+        issuers_invite(authority),
+        make_csr(key),
+        peers=(),
+        observed_address="",
+        now_unix_seconds=NOW_UNIX,
+        issuer_csr_der=make_issuer_csr(issuer_key, id_of(key)),
+    )
+    assert enrolled.grant == "issuer"
+    certificate = load_der(enrolled.issuer_der)
+    assert check_issuer(certificate, MINE.root, now=NOW) == id_of(key)
+    assert certificate.public_key() == issuer_key.public_key()
+
+
+def test_other_issuers_make_none() -> None:
+    with pytest.raises(InviteRefused, match="node that made this mesh"):
+        issuers_invite(an_authority())
+    signed = issuers_invite(creator())
+    assert refusal(an_authority(), signed, new_key()) == "not_the_creator"
+
+
+def test_no_issuers_certificate_for_a_member() -> None:
+    authority, key = creator(), new_key()
+    asked = make_issuer_csr(ec.generate_private_key(ec.SECP256R1()), id_of(key))
+    enrolled = authority.redeem(
+        minted(authority),
+        make_csr(key),
+        peers=(),
+        observed_address="",
+        now_unix_seconds=NOW_UNIX,
+        issuer_csr_der=asked,
+    )
+    assert (enrolled.grant, enrolled.issuer_der) == ("member", b"")
+    renewed = authority.renew(
+        id_of(key),
+        "member",
+        RenewCertificate(csr_der=make_csr(key), issuer_csr_der=asked),
+        now_unix_seconds=NOW_UNIX,
+    )
+    assert renewed.issuer_der == b""
+
+
+def test_a_joiner_may_want_less() -> None:
+    authority, key = creator(), new_key()
+    enrolled = authority.redeem(
+        issuers_invite(authority),
+        make_csr(key),
+        peers=(),
+        observed_address="",
+        now_unix_seconds=NOW_UNIX,
+        client=True,
+        issuer_csr_der=make_issuer_csr(ec.generate_private_key(ec.SECP256R1()), id_of(key)),
+    )
+    assert (enrolled.grant, enrolled.issuer_der) == ("client", b"")
+
+
+def test_renewal_is_for_the_connections_own_key() -> None:
+    authority, key = an_authority(), new_key()
+    late = NOW_UNIX + 20 * 86_400
+    renewed = authority.renew(id_of(key), "guest", RenewCertificate(csr_der=make_csr(key)), now_unix_seconds=late)
+    chain = [load_der(der) for der in renewed.chain_der]
+    peer = verify_chain(chain, MINE.root, mesh_id=MESH, now=NOW + datetime.timedelta(days=45))
+    assert (peer.peer_id, peer.grant) == (id_of(key), "guest")
+    with pytest.raises(CertificateRefused, match="own certificate"):
+        authority.renew(id_of(key), "member", RenewCertificate(csr_der=make_csr(new_key())), now_unix_seconds=late)
+    authority.banned.add(id_of(key))
+    with pytest.raises(InviteRefused, match="banned"):
+        authority.renew(id_of(key), "member", RenewCertificate(csr_der=make_csr(key)), now_unix_seconds=late)
