@@ -129,6 +129,19 @@ class Claims:
         """Whether the creator's word stands, which no other issuer can change."""
         return (kind, subject, ROOT) in self._held
 
+    def holds(self, kind: ClaimKind, subject: str) -> bool:
+        """Whether it counts as true now."""
+        match kind:
+            case "banned":
+                return subject in self.banned
+            case "trusted":
+                return subject in self.trusted
+            case "revoked":
+                return subject in self.revoked
+            case "redeemed":
+                invite_id, _, peer_id = subject.partition("/")
+                return peer_id in self.redeemed.get(InviteId(invite_id), ())
+
     def merge(self, statement: TrustStatement) -> tuple[HeldClaim, ...]:
         """Take what is new and properly signed; what was new. Raises: CertificateRefused for another mesh's."""
         if statement.mesh_id != self.mesh_id:

@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.serialization import (
 from services.gossipd.authority import Issuer
 from services.gossipd.mesh_identity import NO_MESH
 from shared.certificates import (
+    VerifiedPeer,
     check_issuer,
     csr_public_key,
     fingerprint,
@@ -69,13 +70,22 @@ class Credentials:
     def chain_der(self) -> tuple[bytes, ...]:
         return tuple(part.public_bytes(Encoding.DER) for part in self.chain)
 
+    @property
+    def root_der(self) -> bytes:
+        return self.root.public_bytes(Encoding.DER) if self.root else b""
+
     def grant(self) -> Grant | None:
         """What this node's certificate allows it. None without one."""
+        peer = self.certified()
+        return peer.grant if peer else None
+
+    def certified(self) -> VerifiedPeer | None:
+        """Whom this node's certificate is for. None without one."""
         if self.root is None or not self.chain:
             return None
         # Dates are for others to judge: an expired certificate still says what it was for.
         now = max(part.not_valid_before_utc for part in (*self.chain, self.root))
-        return verify_chain(self.chain, self.root, mesh_id=self.mesh_id, now=now).grant
+        return verify_chain(self.chain, self.root, mesh_id=self.mesh_id, now=now)
 
     # -- on disk ----------------------------------------------------------------------------------------------------
 
