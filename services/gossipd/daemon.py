@@ -9,10 +9,14 @@ from collections.abc import Iterable
 
 from services.gossipd.announcement import NodeFacts
 from services.gossipd.io.state_files import StateFiles
+from services.gossipd.io.trust_desk import TrustDesk
+from services.gossipd.io.trust_keeping import Surroundings
 from services.gossipd.membership import (
     ConfigApplied,
+    DrainAsked,
     Effect,
     Membership,
+    MeshAdopted,
     PersistDemand,
     PersistIdentity,
     PublishDemand,
@@ -23,6 +27,7 @@ from services.gossipd.membership import (
     Stimulus,
 )
 from services.gossipd.mesh_identity import next_life
+from services.gossipd.trust import wanted_identity
 from shared import codec
 from shared.config import NodeConfig, changed_keys, load_config
 from shared.errors import DaemonUnreachable, RequestRefused, StillStarting
@@ -32,7 +37,14 @@ from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.drive import Drive, Tasks
 from shared.io.lifecycle import StopSignal, environment
 from shared.messages.daemon import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
-from shared.messages.mesh import Announcement, CountUnserved, RecordSigned, SignRecord, TunnelChanged
+from shared.messages.mesh import (
+    Announcement,
+    CountUnserved,
+    MemberChanged,
+    RecordSigned,
+    SignRecord,
+    TunnelChanged,
+)
 from shared.messages.models import AssignmentsChanged, DeviceChanged, InventoryChanged, SlotChanged
 from shared.paths import NodePaths
 
@@ -60,9 +72,12 @@ class Gossipd:
         self.config = config
         self.files = StateFiles(paths.state)
         self.tasks = Tasks()
-        identity = next_life(
-            self.files.load_identity(), configured=config.configured, random_bytes=os.urandom(16)
-        )
+        self.bus = BusServer("gossipd", paths, self, self.answer, self.tasks)
+        self.tunneld = BusClient("tunneld", paths)
+        around = Surroundings(self.bus, lambda: self.membership.identity, self.members, self.post_trust)
+        self.desk = TrustDesk(paths, self.tunneld, self.tasks, around)
+        stored = wanted_identity(self.files.load_identity(), self.desk.trust.credentials)
+        identity = next_life(stored, configured=config.configured, random_bytes=os.urandom(16))
         self.files.save_identity(identity)
         counted, counted_slots = self.files.load_demand()
         facts = NodeFacts(
@@ -73,14 +88,13 @@ class Gossipd:
         )
         self.membership = Membership(identity, facts, counted=counted, counted_slots=counted_slots)
         self.drive: Drive[Stimulus, Effect] = Drive(self.membership, self.perform)
-        self.bus = BusServer("gossipd", paths, self, self.answer, self.tasks)
-        self.tunneld = BusClient("tunneld", paths)
         self._to_sign: Announcement | None = None
         self._sign = asyncio.Event()
 
     def start(self) -> None:
         self.drive.post(config_stimulus(self.config))
         self.bus.start()
+        self.desk.start()
         for daemon in ("tunneld", "launcherd", "electiond"):
             Mirror(daemon, self.paths, self.on_snapshot, self.on_message).start(self.tasks)
         self.tasks.start(self.drive.run(), "membership")
@@ -89,11 +103,13 @@ class Gossipd:
     # -- stimuli ------------------------------------------------------------------------------------------
 
     def on_message(self, message: codec.Message) -> None:
+        self.desk.on_message(message)
         match message:
             case TunnelChanged() | InventoryChanged() | DeviceChanged() | SlotChanged() | AssignmentsChanged():
                 self.drive.post(message)
 
     def on_snapshot(self, messages: list[codec.Message]) -> None:
+        self.desk.on_snapshot(messages)
         slots = tuple(message for message in messages if isinstance(message, SlotChanged))
         if slots or any(isinstance(message, InventoryChanged) for message in messages):
             self.drive.post(SlotsReplaced(slots))
@@ -122,6 +138,7 @@ class Gossipd:
                 )
             case PublishMesh(mesh=mesh):
                 self.bus.publish(mesh)
+                self.desk.on_mesh()
                 log.info("mesh", mesh=mesh.mesh_id, name=mesh.mesh_name or "unnamed")
             case PublishDemand(demand=demand):
                 self.bus.publish(demand)
@@ -163,12 +180,15 @@ class Gossipd:
     def snapshot(self) -> Iterable[codec.Message]:
         if not self.membership.settled:
             raise StillStarting("gossipd has just started and waits for tunneld and launcherd; ask again in a moment")
-        return self.membership.snapshot(now=asyncio.get_running_loop().time())
+        return [*self.membership.snapshot(now=asyncio.get_running_loop().time()), *self.desk.snapshot()]
 
     def story(self, limit: int) -> tuple[StoryEntry, ...]:
         return self.drive.story(limit, asyncio.get_running_loop().time())
 
     async def answer(self, request: codec.Message, _deadline_seconds: float) -> codec.Message:
+        reply = await self.desk.answer(request)
+        if reply is not None:
+            return reply
         match request:
             case CountUnserved():
                 self.drive.post(request)
@@ -178,6 +198,13 @@ class Gossipd:
             case ReloadConfig():
                 return self.reload()
         raise RequestRefused("not_for_me", f"gossipd does not serve {type(request).__name__}")
+
+    def members(self) -> list[MemberChanged]:
+        said = self.membership.snapshot(now=asyncio.get_running_loop().time())
+        return [item for item in said if isinstance(item, MemberChanged)]
+
+    def post_trust(self, stimulus: MeshAdopted | DrainAsked) -> None:
+        self.drive.post(stimulus)
 
     def explain(self, subject: str) -> tuple[str, ...]:
         own = self.membership.own

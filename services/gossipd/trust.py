@@ -98,7 +98,8 @@ class Trust:
         """What tunneld works with."""
         mine = self.credentials
         if mine.root is None or self.claims is None:
-            return TrustChanged(mesh_id=identity.mesh_id, mesh_name=identity.mesh_name)
+            counts = wanted_identity(identity, mine)
+            return TrustChanged(mesh_id=counts.mesh_id, mesh_name=counts.mesh_name)
         return TrustChanged(
             mesh_id=mine.mesh_id,
             mesh_name=mine.mesh_name,
@@ -275,6 +276,15 @@ class Trust:
         if mine.issuer is not None:
             return "itself" if ageing else "none"
         return "peer" if ageing or mine.grant() == "issuer" else "none"
+
+    def improves(self, made: Credentials, own: PeerId, *, now_unix_seconds: float) -> bool:
+        """Whether these newer credentials are better than the present ones: not merely signed again."""
+        mine = self.credentials
+        if made.issuer is not None and (mine.issuer is None or made.issuer.certificate != mine.issuer.certificate):
+            return True
+        if mine.leaf is None or made.leaf is None:
+            return False
+        return own != self.own or needs_renewal(mine.leaf, now=datetime.fromtimestamp(now_unix_seconds, UTC))
 
     # -- on disk ------------------------------------------------------------------------------------------------------
 

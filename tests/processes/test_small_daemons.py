@@ -41,7 +41,7 @@ from tests.daemons import DaemonProcess, daemon_environment, running_daemon, sta
 from tests.waiting import run_async, until, wait_until
 
 SNAPSHOT_OF = {
-    "gossipd": {"MeshIdentityChanged", "MemberChanged", "DemandChanged"},
+    "gossipd": {"MeshIdentityChanged", "MemberChanged", "DemandChanged", "TrustChanged", "JoinChanged"},
     "electiond": {"CatalogChanged", "AssignmentsChanged", "RoutesChanged"},
     "tunneld": {"TunnelChanged"},
     "launcherd": {"InventoryChanged", "DeviceChanged", "SlotChanged", "CreditsRecalled"},

@@ -1,0 +1,82 @@
+"""services.gossipd.io.authority_files: private, whole, never silently replaced."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from services.gossipd.io import authority_files
+from services.gossipd.io.authority_files import AuthorityFiles
+from services.gossipd.trust import Trust
+from shared.errors import StateError
+from tests.gossipd.test_credentials import founded
+from tests.gossipd.test_trust import THIRD
+
+
+def saved(folder: Path, name: str = "home") -> Trust:
+    files, trust = AuthorityFiles(folder), Trust(founded(name))
+    trust.ban(THIRD, lift=False)
+    files.save_credentials(trust.credentials)
+    files.save_decisions(trust)
+    return trust
+
+
+def test_what_is_saved_is_loaded_and_private(tmp_path: Path) -> None:
+    trust = saved(tmp_path)
+    loaded = AuthorityFiles(tmp_path).load()
+    assert loaded.credentials.to_json() == trust.credentials.to_json()
+    assert loaded.to_json() == trust.to_json()
+    assert [path.stat().st_mode & 0o777 for path in tmp_path.iterdir()] == [0o600, 0o600]
+
+
+def test_a_file_that_others_could_read_is_made_private(tmp_path: Path) -> None:
+    saved(tmp_path)
+    path = AuthorityFiles(tmp_path).credentials_path
+    path.chmod(0o644)
+    AuthorityFiles(tmp_path).load()
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_first_start_has_nothing(tmp_path: Path) -> None:
+    assert AuthorityFiles(tmp_path).load().credentials.root is None
+
+
+@pytest.mark.parametrize("name", [authority_files.CREDENTIALS_FILE, authority_files.DECISIONS_FILE])
+@pytest.mark.parametrize("damage", ["", "{", "\udcff", "null", "[1]"])
+def test_a_damaged_file_stops_the_start_with_words(tmp_path: Path, name: str, damage: str) -> None:
+    saved(tmp_path)
+    (tmp_path / name).write_bytes(damage.encode("utf-8", "surrogateescape"))
+    with pytest.raises(StateError, match=rf"{name}.*(restore it from a backup)"):
+        AuthorityFiles(tmp_path).load()
+
+
+def test_killed_between_any_two_writes_it_is_one_whole_mesh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write that fails at any of its steps leaves the former file as it was."""
+    old = saved(tmp_path)
+    new = Trust(founded("other"))
+    for step in ("fsync", "open"):
+
+        def fails(*_arguments: object) -> None:
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, step, fails)
+            with pytest.raises(StateError, match="No space left"):
+                AuthorityFiles(tmp_path).save_credentials(new.credentials)
+        loaded = AuthorityFiles(tmp_path).load()
+        assert loaded.credentials.mesh_id == old.credentials.mesh_id
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["authority.json", "invites.json"]
+    AuthorityFiles(tmp_path).save_credentials(new.credentials)
+    between = AuthorityFiles(tmp_path).load()
+    assert between.credentials.mesh_id == new.credentials.mesh_id
+    assert between.claims is not None
+    assert between.claims.banned == frozenset(), "the decisions of the former mesh do not count in the new one"
+
+
+def test_what_a_killed_writer_left_beside_it_is_removed(tmp_path: Path) -> None:
+    trust = saved(tmp_path)
+    (tmp_path / "authority.12345.tmp").write_text(trust.credentials.to_json()[:100])
+    assert AuthorityFiles(tmp_path).load().credentials.mesh_id == trust.credentials.mesh_id
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["authority.json", "invites.json"]
