@@ -41,3 +41,22 @@ def complete_model(_ctx: click.Context, _param: click.Parameter, incomplete: str
         for model in view.models
         if model.name.startswith(incomplete)
     ]
+
+
+def complete_peer(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of the mesh's other nodes; none when this one is down."""
+    from services.meshctl.node import Node
+    from shared.errors import MeshError
+    from shared.messages.mesh import MemberChanged
+
+    try:
+        said = Node().survey(["gossipd"]).snapshots.get("gossipd") or []
+    except MeshError:
+        return []
+    return [
+        CompletionItem(member.announcement.name, help=f"{member.state}, {member.announcement.peer_id}")
+        for member in said
+        if isinstance(member, MemberChanged)
+        and not member.is_self
+        and member.announcement.name.startswith(incomplete)
+    ]

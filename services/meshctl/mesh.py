@@ -68,7 +68,10 @@ def join(token: str | None, models: tuple[str, ...], client: bool, switch: bool,
     """
     node = Node()
     text = read_token(token, node.environ.get(TOKEN_VARIABLE))
-    bring_up(node, changes_of(node, models, ()))
+    changes = dict(changes_of(node, models, ()))
+    if client:
+        changes["node", "client"] = True
+    bring_up(node, changes)
     request = JoinMesh(token=text, client=client, switch=switch)
     joined, steps = run(_join(node, request, quiet=as_json))
     if as_json:
@@ -208,7 +211,7 @@ def whoami(as_json: bool) -> None:
         f"node     {found.name}",
         f"id       {found.peer_id}",
         f"mesh     {mesh}",
-        f"grant    {found.grant or 'none'}",
+        f"grant    {found.grant or 'none yet: the first meshctl invite makes one'}",
     ]
     if found.root_fingerprint:
         lines.append(f"root     {found.root_fingerprint}")

@@ -1,4 +1,4 @@
-"""``status``, ``ps``, ``peers`` and ``version``: what the node says about itself."""
+"""``status``, ``ps`` and ``version``: what the node says about itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from services.meshctl.node import Node, NodeDown, Survey
-from services.meshctl.output import age, clean, console, print_json, short_id, size, table
+from services.meshctl.output import age, clean, console, print_json, size, table
 from shared.ids import DAEMONS
 from shared.messages.models import DeviceChanged
 from shared.version import VERSION
@@ -231,36 +231,6 @@ def _until(node: Node) -> Any:
         return f"in {age(max(0.0, minutes * 60 - model.here.last_use_age_seconds))}"
 
     return words
-
-
-@click.command()
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def peers(as_json: bool) -> None:
-    """List the nodes of the mesh, this one first."""
-    node = Node()
-    node.running()
-    view = node.status()
-    if as_json:
-        import dataclasses
-
-        print_json([dataclasses.asdict(peer) for peer in view.peers])
-        return
-    if not view.peers:
-        why = next(daemon for daemon in view.daemons if daemon.name == "gossipd")
-        raise NodeDown(f"gossipd knows no node, not even this one: {why.detail}. See 'meshctl logs gossipd'")
-    rows = [
-        (
-            peer.name + (" (this node)" if peer.is_self else ""),
-            peer.state,
-            peer.role,
-            short_id(peer.peer_id),
-            peer.device,
-            size(peer.vram_bytes),
-            ", ".join(peer.hosted),
-        )
-        for peer in sorted(view.peers, key=lambda peer: (not peer.is_self, peer.name, peer.peer_id))
-    ]
-    console().print(table(["NODE", "STATE", "ROLE", "ID", "DEVICE", "MEMORY", "SERVES"], rows, state_column=1))
 
 
 @click.command()

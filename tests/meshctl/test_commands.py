@@ -34,6 +34,12 @@ USAGE_ERRORS = [
     ["up", "--models-dir", "/nonexistent/folder"],
     ["completion", "tcsh"],
     ["run"],
+    ["peers", "ban"],
+    ["peers", "kick", "desk"],
+    ["join"],
+    ["invite", "--grant", "king"],
+    ["invite", "--uses", "0"],
+    ["invite", "revoke"],
     [],
 ]
 
@@ -55,8 +61,9 @@ def test_every_verb_explains_itself(verb: str) -> None:
 def test_the_help_lists_every_verb_and_none_that_does_not_work_yet() -> None:
     text = CliRunner().invoke(meshctl, ["--help"]).output
     shown = {line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()}
-    expected = "up down status ps peers restart logs models load unload chat run doctor why story keys config version"
-    assert shown == {*expected.split(), "completion"}
+    expected = "up down status ps restart logs models load unload chat run doctor why story keys config version"
+    mesh = "init invite join leave drain whoami peers"
+    assert shown == {*expected.split(), *mesh.split(), "completion"}
 
 
 def test_a_misspelt_verb_is_answered_with_the_nearest(meshctl: Meshctl) -> None:
