@@ -169,7 +169,7 @@ class Joining:
         else:
             self._step("token", "done", f"an invitation to {_mesh_words(ticket)}")
         self._asked = asked
-        self._step("connect", "waiting", f"trying {len(ticket.addresses)} addresses: {', '.join(ticket.addresses)}")
+        self._step("connect", "waiting", f"trying {', '.join(ticket.addresses)}")
         return [
             Enroll(
                 EnrollAt(
