@@ -148,7 +148,7 @@ class Joining:
 
     def _ask(self, asked: JoinAsked) -> list[Effect]:
         if self._asked is not None:
-            busy = "another join is on its way; 'meshctl status' shows how far it is"
+            busy = "another join is on its way; wait for it, it gives up within a minute if nobody answers"
             return [JoinReply(asked.reply_to, Refused(code="busy", detail=busy))]
         self._admitted = False
         self.join = JoinChanged()

@@ -72,6 +72,10 @@ class Trust:
         kept = self.to_json() if same else ""
         self._begin(credentials, kept, "memory")
 
+    def revert(self, decisions: str) -> None:
+        """Back to what :meth:`to_json` gave: what could not be kept shall not count."""
+        self._begin(self.credentials, decisions, "memory")
+
     def _rebuild(self) -> None:
         mine = self.credentials
         if mine.root is None:

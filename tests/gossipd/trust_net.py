@@ -23,7 +23,7 @@ from shared import codec
 from shared.certificates import load_der, make_csr, verify_chain
 from shared.config import load_config
 from shared.errors import CertificateRefused, DaemonUnreachable, MeshError, RequestRefused
-from shared.ids import PeerId
+from shared.ids import MeshId, PeerId
 from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.drive import Tasks
 from shared.messages.daemon import Done, GetSnapshot, GetStory, Snapshot, StoryEntry
@@ -76,7 +76,7 @@ class TrustNode:
         self.peer_id = peer_id_of(self.key.public_key().public_bytes_raw())
         self.address = f"/ip4/127.0.0.1/udp/{9000 + len(net.nodes)}/quic-v1/p2p/{self.peer_id}"
         self.tasks = Tasks()
-        self.trust: TrustChanged | None = None
+        self.trust = TrustChanged(mesh_id=MeshId(""))
         self.joins: list[JoinChanged] = []
         self.wanted: PeersWanted | None = None
         self.links: dict[PeerId, LinkChanged] = {}
@@ -102,7 +102,7 @@ class TrustNode:
         self._mirror.start(self.tasks)
         self.client = BusClient("gossipd", self.paths)
         self.start_gossipd()
-        await until(lambda: self.trust and self.trust.mesh_id, WAIT_SECONDS, f"gossipd of {self.name} spoke")
+        await until(lambda: self.trust.mesh_id, WAIT_SECONDS, f"gossipd of {self.name} spoke")
 
     def start_gossipd(self) -> None:
         self.daemon = Gossipd(self.paths, load_config(self.paths.config_file, {}))
@@ -118,9 +118,9 @@ class TrustNode:
 
     async def restart_gossipd(self) -> None:
         await self.stop_gossipd()
-        self.trust = None
+        self.trust = TrustChanged(mesh_id=MeshId(""))
         self.start_gossipd()
-        await until(lambda: self.trust is not None, WAIT_SECONDS, f"gossipd of {self.name} is back")
+        await until(lambda: self.trust.mesh_id, WAIT_SECONDS, f"gossipd of {self.name} is back")
 
     async def close(self) -> None:
         await self.stop_gossipd()
@@ -153,8 +153,6 @@ class TrustNode:
     def grant_of(self, other: TrustNode) -> Grant:
         """Raises: CertificateRefused, as the real tunneld's handshake would."""
         mine, theirs = self.trust, other.trust
-        assert mine is not None
-        assert theirs is not None
         peer = verify_chain(
             [load_der(der) for der in theirs.chain_der],
             load_der(mine.root_der),

@@ -111,9 +111,9 @@ class TrustExchange:
             try:
                 self._keeping.keep_decisions()
             except MeshError as error:
-                # A full disk: the ban counts all the same, and comes again from others after a restart.
-                log.warning("claims_not_kept", reason=error.detail)
-                self._keeping.publish()
+                # A full disk: it is told again within a minute.
+                self._keeping.once("claims_not_kept", "claims_not_kept", reason=error.detail)
+                return
             self.tell([other for other in self.connected() if other != peer_id], new)
 
     def tell(self, peers: list[PeerId], held: Iterable[HeldClaim] | None = None) -> None:

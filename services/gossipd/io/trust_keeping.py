@@ -17,7 +17,7 @@ from services.gossipd.membership import DrainAsked, MeshAdopted
 from services.gossipd.mesh_identity import MeshIdentity
 from services.gossipd.trust import wanted_identity
 from shared.certificates import csr_public_key
-from shared.errors import RequestRefused
+from shared.errors import RequestRefused, StateError
 from shared.ids import PeerId
 from shared.io.bus import BusClient, BusServer
 from shared.io.drive import Tasks
@@ -58,6 +58,7 @@ class TrustKeeping:
         """Held while the mesh or a certificate changes."""
         self.once = LogOnce()
         self._told: TrustChanged | None = None
+        self._kept = self.trust.to_json()
 
     def unix_seconds(self) -> float:
         return self.around.clock()
@@ -73,13 +74,19 @@ class TrustKeeping:
         """Keep it, then act by it. Raises: StateError, and everything is as before."""
         self._files.save_credentials(credentials)
         self.trust.adopt(credentials)
+        self._kept = self.trust.to_json()
         self._files.save_decisions(self.trust)
         self.around.post(MeshAdopted(credentials.mesh_id, credentials.mesh_name))
         self.publish()
 
     def keep_decisions(self) -> None:
-        """To disk, then into effect. Raises: StateError."""
-        self._files.save_decisions(self.trust)
+        """To disk, then into effect. Raises: StateError, and everything is as it was kept last."""
+        try:
+            self._files.save_decisions(self.trust)
+        except StateError:
+            self.trust.revert(self._kept)
+            raise
+        self._kept = self.trust.to_json()
         self.publish()
 
     def message(self) -> TrustChanged:

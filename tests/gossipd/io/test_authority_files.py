@@ -9,7 +9,9 @@ import pytest
 
 from services.gossipd.io import authority_files
 from services.gossipd.io.authority_files import AuthorityFiles
-from services.gossipd.trust import Trust
+from services.gossipd.io.state_files import StateFiles
+from services.gossipd.mesh_identity import MeshIdentity
+from services.gossipd.trust import Trust, wanted_identity
 from shared.errors import StateError
 from tests.gossipd.test_credentials import founded
 from tests.gossipd.test_trust import THIRD
@@ -80,3 +82,27 @@ def test_what_a_killed_writer_left_beside_it_is_removed(tmp_path: Path) -> None:
     (tmp_path / "authority.12345.tmp").write_text(trust.credentials.to_json()[:100])
     assert AuthorityFiles(tmp_path).load().credentials.mesh_id == trust.credentials.mesh_id
     assert sorted(path.name for path in tmp_path.iterdir()) == ["authority.json", "invites.json"]
+
+
+def test_a_node_killed_while_it_changes_its_mesh_is_wholly_in_one_of_them(tmp_path: Path) -> None:
+    """The order is credentials, decisions, identity: after each of the three writes a start finds one whole mesh."""
+    for written in range(4):
+        folder = tmp_path / str(written)
+        folder.mkdir()
+        old = saved(folder)
+        states, files = StateFiles(folder), AuthorityFiles(folder)
+        states.save_identity(MeshIdentity(mesh_id=old.credentials.mesh_id, mesh_name="home", incarnation=4))
+        new = Trust(founded("other"))
+        if written > 0:
+            files.save_credentials(new.credentials)
+        if written > 1:
+            files.save_decisions(new)
+        if written > 2:
+            states.save_identity(MeshIdentity(mesh_id=new.credentials.mesh_id, mesh_name="other", incarnation=4))
+        trust = AuthorityFiles(folder).load()
+        identity = wanted_identity(StateFiles(folder).load_identity(), trust.credentials)
+        expected = new if written else old
+        assert (identity.mesh_id, identity.incarnation) == (expected.credentials.mesh_id, 4)
+        assert trust.credentials.to_json() == expected.credentials.to_json()
+        assert trust.claims is not None
+        assert trust.claims.banned == (frozenset() if written else {THIRD})

@@ -12,7 +12,7 @@ import pytest
 
 from services.gossipd.io.authority_files import AuthorityFiles
 from shared import codec
-from shared.errors import CertificateRefused
+from shared.errors import CertificateRefused, RequestRefused, StateError
 from shared.ids import MeshId
 from shared.io import log
 from shared.messages.daemon import Done
@@ -70,7 +70,7 @@ async def joined(net: Net, issuer: TrustNode, name: str, grant: Grant = "member"
     node = await net.add(name)
     token = await token_of(issuer, grant)
     await node.ask(JoinMesh(token=token), MeshJoined)
-    await until(lambda: node.trust and node.trust.chain_der, WAIT_SECONDS, f"{name} trusts")
+    await until(lambda: node.trust.chain_der, WAIT_SECONDS, f"{name} trusts")
     net.connect(issuer, node)
     return node
 
@@ -86,7 +86,6 @@ async def in_mesh(node: TrustNode, mesh_id: MeshId) -> None:
 def test_two_commands_make_a_mesh(mesh_home: Path, logged: io.StringIO) -> None:
     async def scene(net: Net) -> None:
         one, two = await net.add("one"), await net.add("two")
-        assert one.trust is not None
         before = one.trust
         assert before.chain_der == (), "starting a node makes no keys"
         assert not AuthorityFiles(one.paths.state).credentials_path.exists()
@@ -96,7 +95,7 @@ def test_two_commands_make_a_mesh(mesh_home: Path, logged: io.StringIO) -> None:
         await in_mesh(two, made.mesh_id)
         assert two.daemon.membership.own is not None
         assert two.daemon.membership.own.mesh_id == made.mesh_id, "announced without a restart"
-        await until(lambda: two.trust and two.trust.mesh_id == made.mesh_id, WAIT_SECONDS, "two trusts")
+        await until(lambda: two.trust.mesh_id == made.mesh_id, WAIT_SECONDS, "two trusts")
         net.connect(one, two)
         steps = ["token", "connect", "verify", "admitted", "peers", "assigned"]
         await until(lambda: [step.name for step in two.joins[-1].steps] == steps, WAIT_SECONDS, "every step was told")
@@ -125,8 +124,8 @@ def test_a_restart_keeps_everything(mesh_home: Path) -> None:
         two = await joined(net, one, "two")
         stranger = await net.add("stranger")
         await one.ask(BanPeer(peer=stranger.peer_id), Done)
+        await until(lambda: two.trust.banned == (stranger.peer_id,), WAIT_SECONDS, "the ban arrives")
         for node in (one, two):
-            await until(lambda node=node: node.trust.banned == (stranger.peer_id,), WAIT_SECONDS, "the ban arrives")
             before = node.trust
             await node.restart_gossipd()
             assert node.trust == before
@@ -285,14 +284,13 @@ def test_certificates_are_renewed_before_they_expire(mesh_home: Path) -> None:
         net.late_seconds = 21 * DAY_SECONDS
         for node in (one, two):
             node.daemon.desk.exchange.wake()
-        for node in (one, two):
-            await until(lambda node=node: node.trust.chain_der != old[node.name], WAIT_SECONDS, "renewed")
+        await until(lambda: one.trust.chain_der != old["one"], WAIT_SECONDS, "one renewed itself")
+        await until(lambda: two.trust.chain_der != old["two"], WAIT_SECONDS, "two was renewed")
         net.cut(one, two)
         net.late_seconds = 45 * DAY_SECONDS
         net.connect(one, two)
         assert two.grant_of(one) == "issuer"
         assert one.grant_of(two) == "member"
-        await asyncio.sleep(0)
 
     play(mesh_home, scene)
 
@@ -336,5 +334,44 @@ def test_draining_is_kept(mesh_home: Path) -> None:
         await until(lambda: state() == "draining", WAIT_SECONDS, "still so")
         await one.ask(DrainNode(off=True), Done)
         await until(lambda: state() == "active", WAIT_SECONDS, "back")
+
+    play(mesh_home, scene)
+
+
+def test_what_cannot_be_kept_does_not_count(mesh_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_arguments: object) -> None:
+        raise StateError("cannot write authority.json: No space left on device; free some space there")
+
+    async def scene(net: Net) -> None:
+        one, two, three = await net.add("one"), await net.add("two"), await net.add("three")
+        token = await token_of(one, uses=9)
+        before, trusted = mesh_of(two), two.trust
+        with monkeypatch.context() as patched:
+            patched.setattr(AuthorityFiles, "save_credentials", full)
+            for request in (JoinMesh(token=token), InitMesh(name="home"), CreateInvite()):
+                error = await two.refused(request)
+                assert (error.code, "free some space" in error.detail) == ("state", True)
+        assert (mesh_of(two), two.trust) == (before, trusted)
+        with monkeypatch.context() as patched:
+            patched.setattr(AuthorityFiles, "save_decisions", full)
+            assert (await one.refused(BanPeer(peer=two.peer_id))).code == "state"
+            assert one.trust.banned == ()
+            assert (await three.refused(JoinMesh(token=token))).code == "state", "who was admitted must be known"
+            assert (await one.ask(ListInvites(), InviteList)).invites[0].used == 1, "two, whose own disk was full"
+        await two.ask(JoinMesh(token=token), MeshJoined)
+
+    play(mesh_home, scene)
+
+
+def test_only_one_join_at_a_time_and_another_while_it_waits_is_told(mesh_home: Path) -> None:
+    async def scene(net: Net) -> None:
+        one, two = await net.add("one"), await net.add("two")
+        token = await token_of(one)
+        asked = await asyncio.gather(
+            *(two.client.request(JoinMesh(token=token), deadline_seconds=WAIT_SECONDS) for _ in range(3)),
+            return_exceptions=True,
+        )
+        assert sum(isinstance(reply, MeshJoined) for reply in asked) == 1
+        assert {reply.code for reply in asked if isinstance(reply, RequestRefused)} == {"busy"}
 
     play(mesh_home, scene)
