@@ -9,10 +9,11 @@ from dataclasses import replace
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from services.gossipd.authority import Authority
 from services.gossipd.credentials import Credentials, admitted, found_mesh, renewed_by_itself
-from shared.certificates import fingerprint, make_csr, make_issuer_csr, named_mesh_id, needs_renewal
+from shared.certificates import fingerprint, make_csr, make_issuer, make_issuer_csr, named_mesh_id, needs_renewal
 from shared.errors import CertificateRefused, StateError
 from shared.ids import InviteId, MeshId, PeerId
 from shared.messages.trust import Enrolled, Grant, PeerAddresses
@@ -138,3 +139,13 @@ def test_an_issuer_renews_itself() -> None:
     assert other.grant() == "issuer"
     with pytest.raises(CertificateRefused, match="only an issuer"):
         renewed_by_itself(joined(creator), make_csr(OTHER_KEY), now=later)
+
+
+def test_an_issuer_certificate_for_somebody_else_is_refused() -> None:
+    creator, key = founded(), p256()
+    assert creator.root
+    assert creator.root_key
+    wrong = make_issuer(key.public_key(), NODE_ID, creator.root, creator.root_key, now=NOW).public_bytes(Encoding.DER)
+    enrolled = replace(enrolled_at(creator, "issuer", key), issuer_der=wrong)
+    with pytest.raises(CertificateRefused, match="another node"):
+        admitted(enrolled, key, OTHER, fingerprint(creator.root), now=NOW)

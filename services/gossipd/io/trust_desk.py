@@ -93,6 +93,11 @@ class TrustDesk:
     def trust(self) -> Trust:
         return self.keeping.trust
 
+    @property
+    def bootstrap(self) -> tuple[PeerAddresses, ...]:
+        """Who was in the mesh when this node joined it: whom to dial before gossip knows anybody."""
+        return self.trust.credentials.bootstrap
+
     def snapshot(self) -> list[codec.Message]:
         return [self.keeping.message(), self.joining.join]
 

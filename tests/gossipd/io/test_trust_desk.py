@@ -93,6 +93,8 @@ def test_two_commands_make_a_mesh(mesh_home: Path, logged: io.StringIO) -> None:
         made = await two.ask(JoinMesh(token=token), MeshJoined)
         assert (made.mesh_id, made.grant, made.already) == (before.mesh_id, "member", False), "a mesh keeps its id"
         await in_mesh(two, made.mesh_id)
+        (known,) = two.daemon.desk.bootstrap
+        assert (known.peer_id, known.addresses) == (one.peer_id, (one.address,)), "whom to dial first"
         assert two.daemon.membership.own is not None
         assert two.daemon.membership.own.mesh_id == made.mesh_id, "announced without a restart"
         await until(lambda: two.trust.mesh_id == made.mesh_id, WAIT_SECONDS, "two trusts")
@@ -235,6 +237,37 @@ def test_a_node_that_was_away_hears_of_a_ban_when_it_connects(mesh_home: Path) -
         await one.ask(BanPeer(peer=two.peer_id), Done)
         net.connect(one, three)
         await until(lambda: three.trust.banned == (two.peer_id,), WAIT_SECONDS, "three hears of it")
+
+    play(mesh_home, scene)
+
+
+def test_a_ban_is_passed_on(mesh_home: Path) -> None:
+    """One and three have no connection: two, between them, hands the ban on."""
+
+    async def scene(net: Net) -> None:
+        one = await net.add("one")
+        two, three = await joined(net, one, "two"), await joined(net, one, "three")
+        net.cut(one, three)
+        net.connect(two, three)
+        stranger = await net.add("stranger")
+        await one.ask(BanPeer(peer=stranger.peer_id), Done)
+        await until(lambda: three.trust.banned == (stranger.peer_id,), WAIT_SECONDS, "three hears of it")
+
+    play(mesh_home, scene)
+
+
+def test_a_used_invite_stays_used_whoever_is_killed_or_asked(mesh_home: Path) -> None:
+    async def scene(net: Net) -> None:
+        one = await net.add("one")
+        issuer = await joined(net, one, "issuer", "issuer")
+        token = await token_of(one)
+        await (await net.add("two")).ask(JoinMesh(token=token), MeshJoined)
+        claims = issuer.daemon.desk.trust.claims
+        assert claims is not None
+        await until(lambda: len(claims.redeemed) == 2, WAIT_SECONDS, "the other issuer hears of it")
+        await one.restart_gossipd()
+        three = await net.add("three")
+        assert (await three.refused(JoinMesh(token=token))).code == "invite_used_up"
 
     play(mesh_home, scene)
 
