@@ -196,6 +196,18 @@ def test_a_member_is_renewed_for_its_own_key_only() -> None:
     assert (refused.chain_der, "member" in refused.reason) == ((), True)
 
 
+def test_only_what_is_better_replaces_a_certificate() -> None:
+    creator = founded()
+    member, issuer = joined(creator), joined(creator, "issuer")
+    late = UNIX + 21 * DAY_SECONDS
+    assert not Trust(member).improves(joined(creator), OTHER, now_unix_seconds=UNIX)
+    assert Trust(member).improves(joined(creator), OTHER, now_unix_seconds=late)
+    assert Trust(member).improves(joined(creator), THIRD, now_unix_seconds=UNIX), "its key was replaced"
+    without = replace(issuer, issuer=None)
+    assert Trust(without).improves(issuer, OTHER, now_unix_seconds=UNIX)
+    assert not Trust(without).improves(without, OTHER, now_unix_seconds=UNIX), "still none: not written each minute"
+
+
 def test_decisions_survive_a_restart_and_a_renewal() -> None:
     creator = founded()
     trust = Trust(creator)

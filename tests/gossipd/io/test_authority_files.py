@@ -13,6 +13,8 @@ from services.gossipd.io.state_files import StateFiles
 from services.gossipd.mesh_identity import MeshIdentity
 from services.gossipd.trust import Trust, wanted_identity
 from shared.errors import StateError
+from shared.paths import NodePaths
+from tests.daemons import start_daemon_process
 from tests.gossipd.test_credentials import founded
 from tests.gossipd.test_trust import THIRD
 
@@ -106,3 +108,21 @@ def test_a_node_killed_while_it_changes_its_mesh_is_wholly_in_one_of_them(tmp_pa
         assert trust.credentials.to_json() == expected.credentials.to_json()
         assert trust.claims is not None
         assert trust.claims.banned == (frozenset() if written else {THIRD})
+
+
+def test_gossipd_does_not_start_with_a_damaged_file_and_says_why(node_paths: NodePaths) -> None:
+    trust = saved(node_paths.state)
+    path = AuthorityFiles(node_paths.state).credentials_path
+    whole = path.read_text()
+    path.write_text(whole[: len(whole) // 2])
+    daemon = start_daemon_process("gossipd", node_paths.home)
+    try:
+        assert daemon.wait_exit() != 0
+    finally:
+        daemon.end()
+    assert "authority.json is damaged" in daemon.log()
+    assert "restore it from a backup" in daemon.log()
+    assert "BEGIN" not in daemon.log()
+    assert "Traceback" not in daemon.log()
+    assert path.read_text() == whole[: len(whole) // 2], "never replaced"
+    assert trust.credentials.mesh_id

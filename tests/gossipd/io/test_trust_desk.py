@@ -12,6 +12,7 @@ import pytest
 
 from services.gossipd.io.authority_files import AuthorityFiles
 from shared import codec
+from shared.certificates import make_csr
 from shared.errors import CertificateRefused, RequestRefused, StateError
 from shared.ids import MeshId
 from shared.io import log
@@ -40,6 +41,7 @@ from tests.gossipd.trust_net import WAIT_SECONDS, Net, TrustNode, refuses
 from tests.waiting import run_async, until
 
 DAY_SECONDS = 86_400.0
+GRANTS_ASKED: tuple[Grant, ...] = ("issuer", "member")
 
 
 @pytest.fixture
@@ -324,6 +326,26 @@ def test_certificates_are_renewed_before_they_expire(mesh_home: Path) -> None:
         net.connect(one, two)
         assert two.grant_of(one) == "issuer"
         assert one.grant_of(two) == "member"
+
+    play(mesh_home, scene)
+
+
+def test_a_renewal_never_changes_the_grant(mesh_home: Path) -> None:
+    async def scene(net: Net) -> None:
+        one = await net.add("one")
+        two = await joined(net, one, "two")
+        net.cut(one, two)
+        net.late_seconds = 21 * DAY_SECONDS
+        asked = RenewCertificate(csr_der=make_csr(two.key))
+        authority = one.daemon.desk.trust.authority
+        assert authority is not None
+        wrong, right = (
+            authority.renew(two.peer_id, grant, asked, now_unix_seconds=net.clock()) for grant in GRANTS_ASKED
+        )
+        for answer in (wrong, right, right):
+            two.tunneld.publish(FromPeer(peer_id=one.peer_id, payload=codec.encode(answer), channel="enroll"))
+        await until(lambda: two.trust.chain_der == right.chain_der, WAIT_SECONDS, "renewed as a member")
+        assert two.daemon.bus.counters["renewals_refused"] == 1
 
     play(mesh_home, scene)
 
