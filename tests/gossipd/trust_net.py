@@ -81,18 +81,16 @@ class TrustNode:
         self.wanted: PeersWanted | None = None
         self.links: dict[PeerId, LinkChanged] = {}
         self.enrolled: list[EnrollAt] = []
+        self.goodbyes: list[MeshId] = []
 
     async def start(self) -> None:
-        tunnel = TunnelChanged(peer_id=self.peer_id, port=9340, addresses=(self.address,))
-        self.said = Said(tunnel)
-        self.tunneld = BusServer("tunneld", self.paths, self.said, self._tunneld, self.tasks)
+        self.start_tunneld()
         launcherd = Said(
             InventoryChanged(models=()),
             DeviceChanged(device="cpu", vram_bytes=8, total_bytes=9, reserve_bytes=1, engine="e"),
         )
         electiond = Said(AssignmentsChanged(assignments=(), idle_reason="there is no model on this node"))
         self.others = [
-            self.tunneld,
             BusServer("launcherd", self.paths, launcherd, self._none, self.tasks),
             BusServer("electiond", self.paths, electiond, self._none, self.tasks),
         ]
@@ -107,8 +105,25 @@ class TrustNode:
     def start_gossipd(self) -> None:
         self.daemon = Gossipd(self.paths, load_config(self.paths.config_file, {}))
         keeping = self.daemon.desk.keeping
-        keeping.around = replace(keeping.around, clock=self.net.clock)
+        keeping.around = replace(keeping.around, clock=self.net.clock, goodbye=self._goodbye)
         self.daemon.start()
+
+    async def _goodbye(self) -> None:
+        self.goodbyes.append(self.trust.mesh_id)
+
+    async def restart_tunneld(self) -> None:
+        """A new life of it: it knows of no link any more."""
+        await self.tunneld_tasks.cancel()
+        self.tunneld.close()
+        self.links.clear()
+        self.start_tunneld()
+
+    def start_tunneld(self) -> None:
+        tunnel = TunnelChanged(peer_id=self.peer_id, port=9340, addresses=(self.address,))
+        self.said = Said(tunnel)
+        self.tunneld_tasks = Tasks()
+        self.tunneld = BusServer("tunneld", self.paths, self.said, self._tunneld, self.tunneld_tasks)
+        self.tunneld.start()
 
     async def stop_gossipd(self) -> None:
         """As if it had been killed: nothing is said and nothing written."""
@@ -125,7 +140,8 @@ class TrustNode:
     async def close(self) -> None:
         await self.stop_gossipd()
         await self.tasks.cancel()
-        for server in self.others:
+        await self.tunneld_tasks.cancel()
+        for server in (self.tunneld, *self.others):
             server.close()
         self.client.close()
         self._mirror.close()

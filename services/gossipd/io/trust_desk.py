@@ -81,7 +81,6 @@ class TrustDesk:
         self.keeping = TrustKeeping(paths, tunneld, tasks, around)
         self.exchange = TrustExchange(self.keeping)
         self.joining = Joining()
-        self._around = around
         self._addresses: tuple[str, ...] = ()
         self._waiting: dict[int, asyncio.Future[MeshJoined | Refused]] = {}
         self._replies = 0
@@ -154,7 +153,7 @@ class TrustDesk:
                 self.exchange.decided(self.trust.trust_guest(peer_id))
                 return Done(detail=f"{self._called(peer_id)} is trusted like a member, on every node of the mesh.")
             case DrainNode(off=off):
-                self._around.post(DrainAsked(not off))
+                self.keeping.around.post(DrainAsked(not off))
                 if off:
                     return Done(detail="This node takes requests of the mesh again.")
                 return Done(
@@ -224,7 +223,7 @@ class TrustDesk:
         try:
             enrolled, made = self.trust.redeem(request, self._peers(), now_unix_seconds=self.keeping.unix_seconds())
         except (InviteRefused, CertificateRefused, RequestRefused) as error:
-            self._around.bus.count("enrolments_refused")
+            self.keeping.around.bus.count("enrolments_refused")
             self.keeping.once(f"enrolment {error.code}", "enrolment_refused", code=error.code, reason=error.detail)
             raise
         self.exchange.decided(made)
@@ -247,7 +246,7 @@ class TrustDesk:
 
     def _identity(self) -> NodeIdentity:
         identity = self.keeping.identity()
-        own = next((member for member in self._around.members() if member.is_self), None)
+        own = next((member for member in self.keeping.around.members() if member.is_self), None)
         return NodeIdentity(
             peer_id=identity.peer_id,
             name=own.announcement.name if own else "",
@@ -302,7 +301,7 @@ class TrustDesk:
         for effect in self.joining.handle(stimulus):
             match effect:
                 case PublishJoin(join=join):
-                    self._around.bus.publish(join)
+                    self.keeping.around.bus.publish(join)
                     if join.steps:
                         step = join.steps[-1]
                         log.info("join", step=step.name, state=step.state, detail=step.detail)
@@ -365,16 +364,17 @@ class TrustDesk:
         )
 
     async def _say_goodbye(self) -> None:
-        if self._around.goodbye is None:
+        goodbye = self.keeping.around.goodbye
+        if goodbye is None:
             return
         with contextlib.suppress(TimeoutError, MeshError):
             async with asyncio.timeout(GOODBYE_SECONDS):
-                await self._around.goodbye()
+                await goodbye()
 
     # -- who is meant ------------------------------------------------------------------------------------------------
 
     def _names(self) -> dict[PeerId, str]:
-        known = {member.announcement.peer_id: member.announcement.name for member in self._around.members()}
+        known = {member.announcement.peer_id: member.announcement.name for member in self.keeping.around.members()}
         return {**dict.fromkeys(self.exchange.links, ""), **known}
 
     def _issuers(self) -> list[str]:

@@ -180,6 +180,7 @@ def test_switch_and_leave(mesh_home: Path) -> None:
         await in_mesh(two, joined_mesh.mesh_id)
         assert mesh_of(two) == mesh_of(other) != mesh_of(one)
         left = await two.ask(LeaveMesh(), Done)
+        assert two.goodbyes[-2:] == [mesh_of(one), mesh_of(other)], "the others hear of it while it can still say so"
         assert "mesh of its own" in left.detail
         await until(lambda: mesh_of(two) not in (mesh_of(one), mesh_of(other)), WAIT_SECONDS, "two is alone")
         alone = mesh_of(two)
@@ -239,6 +240,22 @@ def test_a_node_that_was_away_hears_of_a_ban_when_it_connects(mesh_home: Path) -
         await one.ask(BanPeer(peer=two.peer_id), Done)
         net.connect(one, three)
         await until(lambda: three.trust.banned == (two.peer_id,), WAIT_SECONDS, "three hears of it")
+
+    play(mesh_home, scene)
+
+
+def test_after_a_restart_of_tunneld_claims_are_told_anew(mesh_home: Path) -> None:
+    async def scene(net: Net) -> None:
+        one = await net.add("one")
+        two = await joined(net, one, "two")
+        await one.restart_tunneld()
+        two.links.clear()
+        await until(lambda: not one.daemon.desk.exchange.connected(), WAIT_SECONDS, "gossipd knows of it")
+        stranger = await net.add("stranger")
+        await one.ask(BanPeer(peer=stranger.peer_id), Done)
+        assert two.trust.banned == ()
+        net.connect(one, two)
+        await until(lambda: two.trust.banned == (stranger.peer_id,), WAIT_SECONDS, "two hears of it")
 
     play(mesh_home, scene)
 
