@@ -306,6 +306,21 @@ def _read_leaf(leaf: x509.Certificate, mesh_id: MeshId) -> VerifiedPeer:
     return VerifiedPeer(peer_id=peer_id, mesh_id=mesh_id, grant=grant, not_after=leaf.not_valid_after_utc)
 
 
+def certified_mesh_id(leaf: x509.Certificate) -> MeshId:
+    """The mesh that a node certificate names; worth something only once its chain was verified.
+
+    Raises: CertificateRefused.
+    """
+    try:
+        names = leaf.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension) as error:
+        raise CertificateRefused(f"a certificate cannot be read: {str(error)[:200]}") from None
+    uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    if len(uris) != 1:
+        raise CertificateRefused("the node certificate does not name exactly one mesh")
+    return MeshId(_read_uri(uris[0])[0])
+
+
 def _uri(mesh_id: MeshId, grant: Grant) -> str:
     return f"{URI_SCHEME}://{urllib.parse.quote(mesh_id, safe='')}/{grant}"
 

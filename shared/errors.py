@@ -91,6 +91,12 @@ class InviteRefused(MeshError):
         self.code = code
 
 
+class StreamLost(MeshError):
+    """A stream between nodes ended other than by its peer's clean end: what came so far is not the whole."""
+
+    code = "stream_lost"
+
+
 class NoRoute(MeshError):
     """No host serves the model."""
 

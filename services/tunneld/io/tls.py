@@ -1,0 +1,464 @@
+"""TLS 1.3 over TCP between nodes: the endpoint that dials and accepts, and the connection it makes of several sockets.
+
+A connection with a peer is one control socket (keep-alive, round trips, requests for more sockets) and as many data
+sockets as there are streams, kept warm for the next ones. All are dialled by the same side, so that a node nobody can
+dial is reachable: *mine* are those the dialler opens streams on, *yours* lie ready for the other side's streams. The
+greeting names the control socket's link, by which the accepting side tells whose they are.
+
+Source: docs/spec/transport.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import ssl
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from services.tunneld.io.connection import PING_SECONDS, SILENT_SECONDS, STREAM_LIMIT, Connection
+from services.tunneld.io.credentials import Credentials, presented_chain
+from services.tunneld.io.stream import TunnelStream, bounded_reason
+from services.tunneld.io.tls_socket import Message, TlsSocket, TlsStream
+from shared.certificates import VerifiedPeer
+from shared.errors import CertificateRefused, PeerUnreachable, StreamLost
+from shared.ids import PeerId
+from shared.multiaddrs import Address
+from shared.version import VERSION
+
+HANDSHAKE_SECONDS = 3.0
+GREETING_SECONDS = 3.0
+OPEN_SECONDS = 5.0
+HANDSHAKES_AT_ONCE = 64
+PARKED = 2
+"""Sockets that lie ready for the other side's next streams."""
+KEPT_IDLE = 8
+GREETING_VERSION = 1
+
+OnConnection = Callable[[Connection], None]
+OnStream = Callable[[Connection, TunnelStream], None]
+
+
+class TlsConnection(Connection):
+    """One peer over TLS. Made by :class:`TlsEndpoint` once the control socket was greeted both ways."""
+
+    transport = "tcp"
+
+    def __init__(
+        self,
+        endpoint: TlsEndpoint,
+        control: TlsSocket,
+        peer: VerifiedPeer,
+        address: Address,
+        link: str,
+        observed_address: str,
+        *,
+        dialled_here: bool,
+    ) -> None:
+        super().__init__(peer, str(address), observed_address, dialled_here=dialled_here)
+        self.link = link
+        self._address = address
+        self._endpoint = endpoint
+        self._control = control
+        self._sockets: set[TlsSocket] = set()
+        self._idle: list[TlsSocket] = []
+        """Ready for a stream from this end."""
+        self._parked = 0
+        """At the dialler: sockets ready for a stream from the other end, or on their way."""
+        self._wanted: list[asyncio.Future[TlsSocket]] = []
+        self._pings: dict[int, float] = {}
+        self._ping_count = 0
+        self._ended = False
+        control.on_lost = lambda _socket, reason: self._over(reason)
+        control.heard_at = asyncio.get_running_loop().time()
+        control.carry_messages(self._on_message)
+        if control.lost is not None:
+            asyncio.get_running_loop().call_soon(self._over, control.lost)
+        endpoint.start(self._keep_alive())
+        if dialled_here:
+            for _ in range(PARKED):
+                self._park()
+
+    async def open_stream(self) -> TunnelStream:
+        carrier = await self._free_socket()
+        stream = carrier.begin()
+        self.stream_began(opened_here=True)
+        return stream
+
+    def close(self, reason: str) -> None:
+        if not self._ended:
+            self._control.send_message({"bye": bounded_reason(reason)})
+            self._over(reason)
+
+    # -- sockets ------------------------------------------------------------------------------------------------------
+
+    async def _free_socket(self) -> TlsSocket:
+        while self._idle:
+            carrier = self._idle.pop()
+            if carrier.lost is None:
+                return carrier
+        if self._ended:
+            raise PeerUnreachable("the connection has ended")
+        if self.dialled_here:
+            carrier = await self._endpoint.dial_socket(self._address, self.peer.peer_id, "mine", self.link)
+            self._adopt(carrier, is_opener=True)
+            if self._ended or carrier.lost is not None:
+                raise PeerUnreachable("the connection has just ended")
+            return carrier
+        wanted: asyncio.Future[TlsSocket] = asyncio.get_running_loop().create_future()
+        self._wanted.append(wanted)
+        self._control.send_message({"need": len(self._wanted)})
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                return await wanted
+        except TimeoutError:
+            raise PeerUnreachable(f"the peer made no connection for another stream within {OPEN_SECONDS:g} s") from None
+        finally:
+            if wanted in self._wanted:
+                self._wanted.remove(wanted)
+
+    def attach(self, carrier: TlsSocket, kind: str) -> None:
+        """At the accepting side: another greeted socket of this link."""
+        self._adopt(carrier, is_opener=kind == "yours")
+        if kind == "yours":
+            self._offer(carrier)
+
+    def _adopt(self, carrier: TlsSocket, *, is_opener: bool) -> None:
+        if self._ended or carrier.lost is not None:
+            carrier.close()
+            return
+        self._sockets.add(carrier)
+        carrier.on_lost = self._socket_lost
+        carrier.on_idle = self._offer if is_opener else self._idle_again
+        carrier.on_over = self._stream_over
+        carrier.on_stream = self._stream_came
+        carrier.carry_streams(is_opener=is_opener)
+
+    def _offer(self, carrier: TlsSocket) -> None:
+        """A socket is free for a stream from this end."""
+        while self._wanted:
+            wanted = self._wanted.pop(0)
+            if not wanted.done():
+                wanted.set_result(carrier)
+                return
+        if len(self._idle) >= KEPT_IDLE:
+            self._sockets.discard(carrier)
+            carrier.close()
+            return
+        self._idle.append(carrier)
+
+    def _idle_again(self, carrier: TlsSocket) -> None:
+        """A stream from the other end is over, and the socket lies ready for another one."""
+        if self.dialled_here:
+            self._parked += 1
+
+    def _socket_lost(self, carrier: TlsSocket, _reason: str) -> None:
+        self._sockets.discard(carrier)
+        if carrier in self._idle:
+            self._idle.remove(carrier)
+        if self.dialled_here and not carrier.is_opener and carrier.stream is None and not self._ended:
+            self._parked -= 1
+            if self._parked < 0:
+                self._parked = 0
+            self._park_enough()
+
+    def _park(self) -> None:
+        self._parked += 1
+        self._endpoint.start(self._dial_parked())
+
+    def _park_enough(self) -> None:
+        for _ in range(PARKED - self._parked):
+            self._park()
+
+    async def _dial_parked(self) -> None:
+        try:
+            carrier = await self._endpoint.dial_socket(self._address, self.peer.peer_id, "yours", self.link)
+        except (PeerUnreachable, CertificateRefused):
+            # The control socket will tell whether the peer is gone; until then the other side asks again.
+            self._parked -= 1
+            return
+        self._adopt(carrier, is_opener=False)
+
+    # -- streams ------------------------------------------------------------------------------------------------------
+
+    def _stream_came(self, carrier: TlsSocket, stream: TlsStream) -> None:
+        if self.dialled_here:
+            self._parked -= 1
+            self._park_enough()
+        self.stream_began(opened_here=False)
+        if self.open_streams > STREAM_LIMIT:
+            self.count_refused()
+            stream.abort(f"more than {STREAM_LIMIT} streams at once")
+            return
+        self._endpoint.on_stream(self, stream)
+
+    def _stream_over(self, stream: TlsStream) -> None:
+        self.stream_ended(stream)
+
+    # -- control ------------------------------------------------------------------------------------------------------
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case {"ping": int(number)}:
+                self._control.send_message({"pong": number})
+            case {"pong": int(number)}:
+                sent_at = self._pings.pop(number, None)
+                if sent_at is not None:
+                    self.measured(asyncio.get_running_loop().time() - sent_at)
+            case {"need": int(count)} if self.dialled_here:
+                for _ in range(min(count, KEPT_IDLE) - self._parked):
+                    self._park()
+            case {"bye": str(reason)}:
+                self._over(f"the peer closed it: {bounded_reason(reason)}")
+
+    async def _keep_alive(self) -> None:
+        loop = asyncio.get_running_loop()
+        while not self._ended:
+            began = loop.time()
+            self._ping_count += 1
+            self._pings = {self._ping_count: began}
+            self._control.send_message({"ping": self._ping_count})
+            await asyncio.sleep(PING_SECONDS)
+            late = loop.time() - began - PING_SECONDS > PING_SECONDS
+            silent = loop.time() - self._control.heard_at
+            # After a pause of this very process the answers still wait to be read.
+            if silent > SILENT_SECONDS and not late:
+                self._over(f"silent for {silent:.0f} s")
+
+    def _over(self, reason: str) -> None:
+        if self._ended:
+            return
+        self._ended = True
+        self._endpoint.forget(self)
+        for wanted in self._wanted:
+            if not wanted.done():
+                wanted.set_exception(PeerUnreachable(reason))
+        for carrier in [*self._sockets, self._control]:
+            if carrier.stream is not None:
+                carrier.stream.lose(reason)
+            carrier.close()
+        self.resolve(reason)
+
+
+class TlsEndpoint:
+    """Dials and, after :meth:`listen`, accepts. ``credentials`` is asked anew for every handshake."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        credentials: Callable[[], Credentials | None],
+        on_connection: OnConnection,
+        on_stream: OnStream,
+    ) -> None:
+        self._listener = listener
+        self._credentials = credentials
+        self._on_connection = on_connection
+        self.on_stream = on_stream
+        self._connections: dict[tuple[PeerId, str], TlsConnection] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._handshakes = 0
+        self._contexts: tuple[Credentials, ssl.SSLContext, ssl.SSLContext] | None = None
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def listen(self) -> None:
+        self._listener.setblocking(False)
+        self._listener.listen(128)
+        self.start(self._accept())
+
+    def close(self) -> None:
+        for connection in list(self._connections.values()):
+            connection.close("that node stops")
+        for task in self._tasks:
+            task.cancel()
+
+    def forget(self, connection: TlsConnection) -> None:
+        self._connections.pop((connection.peer.peer_id, connection.link), None)
+
+    # -- dialling -----------------------------------------------------------------------------------------------------
+
+    async def dial(self, address: Address, expected: PeerId | None) -> Connection:
+        """A new connection, reported to ``on_connection`` too. Raises: PeerUnreachable, CertificateRefused."""
+        link = os.urandom(12).hex()
+        carrier, peer, answer = await self._greet(address, expected, "control", link)
+        connection = TlsConnection(
+            self, carrier, peer, address.without_peer(), link, _observed(answer), dialled_here=True
+        )
+        self._connections[peer.peer_id, link] = connection
+        self._on_connection(connection)
+        return connection
+
+    async def dial_socket(self, address: Address, expected: PeerId, kind: str, link: str) -> TlsSocket:
+        """Another socket of a link. Raises: PeerUnreachable, CertificateRefused."""
+        carrier, _, _ = await self._greet(address, expected, kind, link)
+        return carrier
+
+    async def _greet(
+        self, address: Address, expected: PeerId | None, kind: str, link: str
+    ) -> tuple[TlsSocket, VerifiedPeer, Message]:
+        credentials = self._credentials()
+        if credentials is None:
+            raise PeerUnreachable("this node is in no mesh, so nobody would accept it")
+        carrier = await self._connect(address, self._client_context(credentials))
+        try:
+            peer = credentials.judge(_chain_of(carrier))
+            if expected is not None and peer.peer_id != expected:
+                raise CertificateRefused(f"{peer.peer_id} answers there, not {expected}")
+            seen = str(address.without_peer())
+            carrier.send_message(
+                {"v": GREETING_VERSION, "kind": kind, "link": link, "version": VERSION, "observed": seen}
+            )
+            answer = await carrier.greeting(GREETING_SECONDS)
+            _check_answer(answer)
+        except StreamLost as error:
+            carrier.close()
+            raise _not_welcomed(error.detail) from None
+        except TimeoutError:
+            carrier.close()
+            raise PeerUnreachable(f"it connected but sent no greeting within {GREETING_SECONDS:g} s") from None
+        except BaseException:
+            carrier.close()
+            raise
+        return carrier, peer, answer
+
+    async def _connect(self, address: Address, context: ssl.SSLContext) -> TlsSocket:
+        family = {"ip4": socket.AF_INET, "dns4": socket.AF_INET, "ip6": socket.AF_INET6, "dns6": socket.AF_INET6}
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                _, carrier = await asyncio.get_running_loop().create_connection(
+                    TlsSocket,
+                    address.host,
+                    address.port,
+                    ssl=context,
+                    server_hostname="",
+                    family=family.get(address.family, 0),
+                )
+        except TimeoutError:
+            raise PeerUnreachable(f"no answer over TCP within {HANDSHAKE_SECONDS:g} s") from None
+        except ssl.SSLCertVerificationError as error:
+            raise CertificateRefused(f"what answers there is of another mesh: {error.verify_message}") from None
+        except ssl.SSLError as error:
+            raise CertificateRefused(f"the TLS handshake failed: {error.reason or error}") from None
+        except OSError as error:
+            raise PeerUnreachable(_os_words(error)) from None
+        return carrier
+
+    # -- accepting ----------------------------------------------------------------------------------------------------
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                raw, _ = await loop.sock_accept(self._listener)
+            except OSError as error:
+                if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED):
+                    return
+                await asyncio.sleep(0.1)
+                continue
+            credentials = self._credentials()
+            if credentials is None or self._handshakes >= HANDSHAKES_AT_ONCE:
+                raw.close()
+                continue
+            self.start(self._welcome(raw, credentials))
+
+    async def _welcome(self, raw: socket.socket, credentials: Credentials) -> None:
+        self._handshakes += 1
+        carrier: TlsSocket | None = None
+        try:
+            context = self._server_context(credentials)
+            _, carrier = await asyncio.get_running_loop().connect_accepted_socket(
+                TlsSocket, raw, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            )
+            peer = credentials.judge(_chain_of(carrier))
+            await self._sort(carrier, peer, await carrier.greeting(GREETING_SECONDS))
+        except CertificateRefused as error:
+            if carrier is None:
+                raw.close()
+                return
+            carrier.send_message({"refused": bounded_reason(error.detail)})
+            carrier.close()
+        except (OSError, TimeoutError, StreamLost):
+            if carrier is not None:
+                carrier.close()
+        finally:
+            self._handshakes -= 1
+
+    async def _sort(self, carrier: TlsSocket, peer: VerifiedPeer, greeting: Message) -> None:
+        """What the dialler wants this socket for."""
+        remote = _address_of(carrier)
+        answer: Message = {"v": GREETING_VERSION, "version": VERSION, "observed": str(remote)}
+        kind, link = greeting.get("kind"), greeting.get("link")
+        if greeting.get("v") != GREETING_VERSION or not isinstance(link, str) or len(link) > 64:
+            raise CertificateRefused(f"this node greets in version {GREETING_VERSION}; update the older node")
+        key = (peer.peer_id, link)
+        if kind == "control" and key not in self._connections:
+            carrier.send_message(answer)
+            connection = TlsConnection(self, carrier, peer, remote, link, _observed(greeting), dialled_here=False)
+            self._connections[key] = connection
+            self._on_connection(connection)
+        elif kind in ("mine", "yours") and key in self._connections:
+            carrier.send_message(answer)
+            self._connections[key].attach(carrier, kind)
+        else:
+            raise CertificateRefused("the greeting names no connection of this node")
+
+    # -- contexts -----------------------------------------------------------------------------------------------------
+
+    def _client_context(self, credentials: Credentials) -> ssl.SSLContext:
+        return self._made(credentials)[1]
+
+    def _server_context(self, credentials: Credentials) -> ssl.SSLContext:
+        return self._made(credentials)[2]
+
+    def _made(self, credentials: Credentials) -> tuple[Credentials, ssl.SSLContext, ssl.SSLContext]:
+        if self._contexts is None or self._contexts[0] is not credentials:
+            self._contexts = (credentials, credentials.client_context(), credentials.server_context())
+        return self._contexts
+
+
+def _chain_of(carrier: TlsSocket) -> list[Any]:
+    assert carrier.transport is not None
+    try:
+        return list(presented_chain(carrier.transport.get_extra_info("ssl_object")))
+    except ValueError as error:
+        raise CertificateRefused(f"a certificate cannot be read: {error}") from None
+
+
+def _address_of(carrier: TlsSocket) -> Address:
+    assert carrier.transport is not None
+    name = carrier.transport.get_extra_info("peername") or ("0.0.0.0", 0)
+    host = str(name[0]).split("%")[0]
+    return Address("ip6" if ":" in host else "ip4", host, int(name[1]), "tcp")
+
+
+def _observed(answer: Message) -> str:
+    observed = answer.get("observed")
+    return observed if isinstance(observed, str) and len(observed) <= 256 else ""
+
+
+def _check_answer(answer: Message) -> None:
+    refused = answer.get("refused")
+    if isinstance(refused, str):
+        raise CertificateRefused(f"it refuses this node: {bounded_reason(refused)}")
+    if answer.get("v") != GREETING_VERSION:
+        raise CertificateRefused("it greets in another version; update the older node")
+
+
+def _not_welcomed(detail: str) -> CertificateRefused | PeerUnreachable:
+    """A refused client learns it only after its handshake, by an alert instead of a greeting."""
+    if "alert" in detail.lower():
+        return CertificateRefused(f"it refuses this node's certificate: {detail}")
+    return PeerUnreachable(f"it ended the connection without a greeting: {detail}")
+
+
+def _os_words(error: OSError) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "TCP connection refused: nothing listens there"
+    if isinstance(error, socket.gaierror):
+        return f"the name cannot be resolved: {error.strerror}"
+    return f"TCP: {error.strerror or error}"
