@@ -28,8 +28,8 @@ from shared.messages.trust import EnrollAt, Enrolled, JoinChanged, JoinStep, Joi
 from shared.messages.tunnel import LinkChanged
 
 STEPS: tuple[JoinStepName, ...] = ("token", "connect", "verify", "admitted", "peers", "assigned")
-DIAL_CODES = ("peer_unreachable", "daemon_unreachable", "timeout")
-"""Refusals that mean: nobody answered."""
+DIAL_CODES = ("peer_unreachable", "daemon_unreachable", "timeout", "deadline", "not_for_me")
+"""Refusals that mean: nobody answered, or this node's own tunneld could not ask."""
 VERIFY_CODES = ("wrong_mesh", "certificate", "certificate_refused")
 """Refusals that mean: somebody answered who is not of that mesh."""
 

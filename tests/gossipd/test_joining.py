@@ -139,7 +139,14 @@ def test_answered_as_soon_as_admitted() -> None:
 
 @pytest.mark.parametrize(
     ("code", "step"),
-    [("peer_unreachable", "connect"), ("wrong_mesh", "verify"), ("invite_expired", "admitted")],
+    [
+        ("peer_unreachable", "connect"),
+        ("daemon_unreachable", "connect"),
+        ("not_for_me", "connect"),
+        ("wrong_mesh", "verify"),
+        ("certificate_refused", "verify"),
+        ("invite_expired", "admitted"),
+    ],
 )
 def test_the_failed_step_says_where_it_failed(code: str, step: str) -> None:
     """7. Nobody answers: connect; somebody of another mesh: verify; the issuer says no: admitted."""

@@ -70,8 +70,10 @@ from shared.paths import NodePaths
 ENROLL_SECONDS = 50.0
 """tunneld tries every address of a token within it; meshctl waits a little longer."""
 GOODBYE_SECONDS = 2.0
-PEERS_LIMIT = 256
+PEERS_LIMIT = 128
 """Of so many peers one that joins hears at once; gossip tells it of the others."""
+ADDRESSES_LIMIT = 8
+"""Of each of them; a token names twice as many of its maker."""
 
 
 class TrustDesk:
@@ -212,7 +214,7 @@ class TrustDesk:
                 await self._found("", self.keeping.identity().mesh_id)
         self.trust.issuing(self._issuers())
         text = base64.b32encode(os.urandom(16)).decode("ascii").rstrip("=").lower()
-        addresses = self._addresses[:16]
+        addresses = self._addresses[: 2 * ADDRESSES_LIMIT]
         made = self.trust.invite(request, InviteId(text), addresses, now_unix_seconds=self.keeping.unix_seconds())
         self.keeping.keep_decisions()
         log.info("invited", invite=text, grant=request.grant, uses=request.uses)
@@ -329,9 +331,7 @@ class TrustDesk:
         _csr_der, own = await self.keeping.signing_request()
         key = ec.generate_private_key(ec.SECP256R1())
         request = replace(asked, issuer_csr_der=make_issuer_csr(key, own))
-        answer = await self.keeping.tunneld.request(
-            request, deadline_seconds=ENROLL_SECONDS, resend_seconds=ENROLL_SECONDS
-        )
+        answer = await self.keeping.tunneld.request(request, deadline_seconds=ENROLL_SECONDS)
         if not isinstance(answer, Enrolled):
             raise RequestRefused("not_for_me", "tunneld answered something else; see 'meshctl version'")
         made = admitted(answer, key, own, asked.root_fingerprint, now=self.keeping.now())
@@ -388,6 +388,8 @@ class TrustDesk:
         """Where one that joins finds the others; this node first."""
         members = sorted(self.keeping.members(), key=lambda member: not member.is_self)[:PEERS_LIMIT]
         return tuple(
-            PeerAddresses(peer_id=member.announcement.peer_id, addresses=member.announcement.addresses)
+            PeerAddresses(
+                peer_id=member.announcement.peer_id, addresses=member.announcement.addresses[:ADDRESSES_LIMIT]
+            )
             for member in members
         )
