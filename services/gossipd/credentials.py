@@ -203,6 +203,10 @@ def admitted(
     root = load_der(enrolled.root_der)
     if fingerprint(root) != root_fingerprint:
         raise CertificateRefused("the mesh's root is not the one that the token names; ask for a new token")
+    if enrolled.mesh_name and enrolled.mesh_id != named_mesh_id(enrolled.mesh_name, root):
+        raise CertificateRefused(
+            f"the mesh is not the one that is called {enrolled.mesh_name[:64]} under this root; ask for a new token"
+        )
     credentials = Credentials(
         mesh_id=enrolled.mesh_id,
         mesh_name=enrolled.mesh_name,

@@ -209,6 +209,8 @@ class Gossipd:
     def explain(self, subject: str) -> tuple[str, ...]:
         own = self.membership.own
         identity = self.membership.identity
+        if subject in self.desk.keeping.message().banned:
+            return (f"{subject} is banned from the mesh. An issuer can lift that: meshctl peers ban --lift {subject}",)
         demand = {item.model: item for item in self.membership.demand.summary(now=asyncio.get_running_loop().time())}
         if subject in demand:
             item = demand[ModelName(subject)]

@@ -215,7 +215,9 @@ def whoami(as_json: bool) -> None:
     ]
     if found.root_fingerprint:
         lines.append(f"root     {found.root_fingerprint}")
-        lines.append(f"renewal  certificate valid for {found.certificate_expires_in_seconds / 86_400:.0f} more days")
+        days = found.certificate_expires_in_seconds / 86_400
+        good = f"certificate valid for {days:.0f} more days" if days > 0 else "certificate expired: meshctl join TOKEN"
+        lines.append(f"renewal  {good}")
     lines += [f"address  {address}" for address in found.addresses]
     for line in lines:
         click.echo(clean(line))

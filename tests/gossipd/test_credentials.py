@@ -113,6 +113,14 @@ def test_another_root_than_the_tokens_is_refused() -> None:
         admitted(enrolled_at(creator), None, OTHER, fingerprint(authority().root), now=NOW)
 
 
+def test_a_mesh_under_a_name_that_is_not_its_own_is_refused() -> None:
+    creator = founded("home")
+    assert creator.root
+    assert joined(creator).mesh_name == "home"
+    with pytest.raises(CertificateRefused, match="called work"):
+        admitted(replace(enrolled_at(creator), mesh_name="work"), None, OTHER, fingerprint(creator.root), now=NOW)
+
+
 def test_a_certificate_for_somebody_else_is_refused() -> None:
     creator = founded()
     assert creator.root

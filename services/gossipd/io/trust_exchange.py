@@ -163,6 +163,9 @@ class TrustExchange:
             log.info("renewed", by="itself")
         elif due == "peer":
             issuers = [peer_id for peer_id in self.connected() if self.links[peer_id].grant == "issuer"]
+            if self._trust.certificate_seconds(now_unix_seconds=keeping.unix_seconds()) <= 0:
+                advice = "this node's certificate expired; get a new token and run: meshctl join TOKEN"
+                keeping.once("expired", "certificate_expired", advice=advice)
             if not issuers:
                 return
             csr_der, own = await keeping.signing_request()

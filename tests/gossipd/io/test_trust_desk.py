@@ -224,6 +224,7 @@ def test_a_ban_reaches_everybody_and_can_be_lifted(mesh_home: Path) -> None:
         await until(lambda: two.trust.banned == (three.peer_id,), WAIT_SECONDS, "two hears of the ban")
         await until(lambda: three.peer_id not in two.links and three.peer_id not in one.links, WAIT_SECONDS, "cut")
         assert "banned" in await refuses(net, two, three)
+        assert "banned" in one.daemon.explain(three.peer_id)[0]
         assert (await three.refused(JoinMesh(token=await token_of(one)))).code == "banned"
         await one.ask(BanPeer(peer=three.peer_id, lift=True), Done)
         await until(lambda: two.trust.banned == (), WAIT_SECONDS, "two hears of the lift")
