@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gossipd.claims import ROOT, STATEMENT_CLAIMS, VERSION_LIMIT, Claim, Claims, Signer
+from services.gossipd.claims import ROOT, STATEMENT_CLAIMS, VERSION_LIMIT, Claim, ClaimKind, Claims, Signer
 from shared import codec
 from shared.certificates import make_issuer
 from shared.errors import CertificateRefused, SchemaError
@@ -182,3 +182,45 @@ def test_many_claims_go_in_several_messages() -> None:
         one.decide("redeemed", f"i/{number}", True, OF_ANN)
     assert len(one.statements()) == 2
     assert tell(one, two) == count == len(two)
+
+
+def test_two_words_of_one_issuer_under_one_version_end_in_one_view() -> None:
+    """Its state was restored from a backup in between."""
+    one, two = claims(), claims()
+    one.decide("banned", EVE, True, OF_ANN)
+    two.decide("banned", EVE, False, OF_ANN)
+    assert tell(one, two) + tell(two, one) == 1
+    assert one.banned == two.banned
+
+
+SIGNERS = (CREATOR, OF_ANN, OF_BOB)
+STEPS = st.lists(
+    st.tuples(
+        st.integers(0, 2),
+        st.sampled_from(SIGNERS),
+        st.sampled_from(["banned", "trusted", "revoked"]),
+        st.sampled_from([ANN, BOB, EVE]),
+        st.booleans(),
+        st.sampled_from([None, 0, 1, 2]),
+    ),
+    max_size=14,
+)
+
+
+@given(STEPS)
+@settings(max_examples=100, deadline=None)
+def test_whatever_was_decided_where_all_come_to_the_same_view(
+    steps: list[tuple[int, Signer, ClaimKind, PeerId, bool, int | None]],
+) -> None:
+    """9. Merging is idempotent and in any order; replicas hear of each other now and then, at the end of everything."""
+    replicas = [claims(), claims(), claims()]
+    for at, signer, kind, subject, value, told in steps:
+        if signer.by != subject:
+            replicas[at].decide(kind, subject, value, signer)
+        if told is not None:
+            tell(replicas[at], replicas[told])
+    for _ in range(2):
+        for one, two in itertools.permutations(replicas, 2):
+            tell(one, two)
+    views = {(held.banned, held.trusted, held.revoked, len(held)) for held in replicas}
+    assert len(views) == 1
