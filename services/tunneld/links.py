@@ -216,7 +216,11 @@ class Links:
             address = _readable(new.remote)
             if address is not None:
                 link.good[new.transport] = address
-        effects: list[Effect] = self._stop_dialling(link, (new.transport,))
+        effects: list[Effect] = []
+        if new.dialled_here or link.peer_id < self._own:
+            # Else both dialled at once and this node's dial is the one that stays: giving it up now could leave none,
+            # for the peer gives up its own when ours arrives there.
+            effects += self._stop_dialling(link, (new.transport,))
         turn = link.rounds.get(new.transport)
         if turn is not None:
             turn.left.clear()

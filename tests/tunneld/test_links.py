@@ -206,6 +206,15 @@ def test_of_two_connections_both_ends_keep_the_one_the_smaller_id_dialled() -> N
     assert larger.link(A).state == "connected"
 
 
+def test_of_two_dials_on_their_way_only_the_losing_one_is_given_up() -> None:
+    """Both give up their own when the other's arrives: that would leave none."""
+    for own, peer, given_up in ((A, B, 0), (B, A, 1)):
+        desk = Desk(own=own, transport="quic")
+        desk.want((peer, (QUIC,)))
+        desk.connect(peer, dialled_here=False)
+        assert len([effect for effect in desk.effects if isinstance(effect, CancelDial)]) == given_up
+
+
 def test_a_newer_connection_of_the_same_dialler_replaces_the_older() -> None:
     """A peer that restarted dials again while its old connection has not timed out here yet."""
     desk = Desk(own=B)

@@ -112,7 +112,9 @@ class QuicEndpoint(asyncio.DatagramProtocol):
             link.close("the handshake took too long")
             raise PeerUnreachable(f"no answer over UDP within {DIAL_SECONDS:g} s") from None
         except asyncio.CancelledError:
-            link.close("no longer wanted")
+            if not peer.ready.done():
+                # Else it is a connection already, and has been reported.
+                link.close("no longer wanted")
             raise
 
     async def dial_enroll(self, address: Address, root_fingerprint: str) -> TunnelStream:
