@@ -61,7 +61,7 @@ BACK_OFF_LIMIT_SECONDS = 30.0
 JITTER = 0.25
 """A back-off is its length plus or minus this share, so that a mesh that lost a node does not return as one."""
 OTHER_TRANSPORT_SECONDS = 60.0
-"""How often the transport that did not connect is tried again while the other one works."""
+"""How often at least the transport that did not connect is tried again while the other one works."""
 ADDRESS_LIMIT = 16
 """Addresses tried per peer: what more a peer announces is not believed to help."""
 PEER_LIMIT = 1024
@@ -225,6 +225,10 @@ class Links:
         if turn is not None:
             turn.left.clear()
             turn.next_at, turn.failures, turn.reason = None, 0, ""
+        for transport, other in link.rounds.items():
+            if link.best(transport) is None and not other.flying:
+                # The peer is there, perhaps after a restart: what failed before may work now.
+                other.next_at, other.failures = now, 0
         return effects + self._retire_doubles(link, new.transport)
 
     def _retire_doubles(self, link: Link, transport: Transport) -> list[Effect]:
@@ -338,9 +342,8 @@ class Links:
             turn.next_at = now
         elif not turn.flying:
             turn.failures += 1
-            delay = min(BACK_OFF_LIMIT_SECONDS, BACK_OFF_SECONDS * 2 ** min(turn.failures - 1, 16))
-            if link.connections:
-                delay = OTHER_TRANSPORT_SECONDS
+            limit = OTHER_TRANSPORT_SECONDS if link.connections else BACK_OFF_LIMIT_SECONDS
+            delay = min(limit, BACK_OFF_SECONDS * 2 ** min(turn.failures - 1, 16))
             turn.next_at = now + delay * (1 - JITTER + 2 * JITTER * self._jitter(link.peer_id, turn.failures))
 
     def _stop_dialling(self, link: Link, transports: Iterable[Transport]) -> list[Effect]:
