@@ -268,6 +268,9 @@ class TlsEndpoint:
 
     async def listen(self) -> None:
         self._listener.setblocking(False)
+        # What is accepted inherits it: with it, what is left of ended connections (TIME_WAIT) need not keep a
+        # restarted node from its port.
+        self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._listener.listen(128)
         self.start(self._accept())
 
@@ -351,29 +354,45 @@ class TlsEndpoint:
     # -- accepting ----------------------------------------------------------------------------------------------------
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
         while True:
             try:
-                raw, _ = await loop.sock_accept(self._listener)
+                raw = self._listener.accept()[0]
+            except BlockingIOError:
+                await self._readable()
+                continue
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.ECONNABORTED):
                     return
                 await asyncio.sleep(0.1)
                 continue
+            raw.setblocking(False)
             credentials = self._credentials()
             if credentials is None or self._handshakes >= HANDSHAKES_AT_ONCE:
                 raw.close()
                 continue
             self.start(self._welcome(raw, credentials))
 
+    async def _readable(self) -> None:
+        """Somebody connects. ``loop.sock_accept`` would drop the socket and log an error if cancelled just then."""
+        loop = asyncio.get_running_loop()
+        came = asyncio.Event()
+        loop.add_reader(self._listener, came.set)
+        try:
+            await came.wait()
+        finally:
+            loop.remove_reader(self._listener)
+
     async def _welcome(self, raw: socket.socket, credentials: Credentials) -> None:
         self._handshakes += 1
         carrier: TlsSocket | None = None
         try:
             context = self._server_context(credentials)
-            _, carrier = await asyncio.get_running_loop().connect_accepted_socket(
-                TlsSocket, raw, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
+            # uvloop returns its own protocol instead of the one it was given.
+            made = TlsSocket()
+            await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: made, raw, ssl=context, ssl_handshake_timeout=HANDSHAKE_SECONDS
             )
+            carrier = made
             peer = credentials.judge(_chain_of(carrier))
             await self._sort(carrier, peer, await carrier.greeting(GREETING_SECONDS))
         except CertificateRefused as error:

@@ -10,7 +10,7 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from services.tunneld.chunks import END_BYTES, ChunkReader, Cut, End, encode_chunk, encode_cut
 from services.tunneld.io.stream import HIGH_WATER_BYTES, bounded_reason
@@ -220,9 +220,9 @@ class TlsSocket(asyncio.Protocol):
     # -- asyncio.Protocol ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        transport.set_write_buffer_limits(HIGH_WATER_BYTES)
+        # uvloop's transports are of no asyncio class.
+        self.transport = cast(asyncio.Transport, transport)
+        self.transport.set_write_buffer_limits(HIGH_WATER_BYTES)
         raw = transport.get_extra_info("socket")
         if raw is not None:
             # asyncio does that by itself only for sockets whose protocol number is known.
