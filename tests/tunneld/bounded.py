@@ -7,11 +7,13 @@ from collections.abc import Callable, Coroutine
 from functools import wraps
 from typing import Any
 
+from shared.io.lifecycle import run_loop
+
 LIMIT_SECONDS = 30.0
 
 
 def bounded(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    """Runs a coroutine test, ``LIMIT_SECONDS`` at most."""
+    """Runs a coroutine test on the loop that daemons run on, ``LIMIT_SECONDS`` at most."""
 
     @wraps(work)
     def run(*args: Any, **named: Any) -> None:
@@ -19,7 +21,7 @@ def bounded(work: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
             async with asyncio.timeout(LIMIT_SECONDS):
                 await work(*args, **named)
 
-        asyncio.run(within())
+        run_loop(within())
 
     return run
 

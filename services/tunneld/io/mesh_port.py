@@ -72,7 +72,7 @@ def _bind(host: str, port: int) -> MeshPort:
     tcp = socket.socket(family, socket.SOCK_STREAM)
     udp = socket.socket(family, socket.SOCK_DGRAM)
     try:
-        tcp.bind((host, port))
+        _bind_tcp(tcp, host, port)
         number = int(tcp.getsockname()[1])
         udp.bind((host, number))
     except OSError:
@@ -80,6 +80,20 @@ def _bind(host: str, port: int) -> MeshPort:
         udp.close()
         raise
     return MeshPort(port=number, udp=udp, tcp=tcp)
+
+
+def _bind_tcp(tcp: socket.socket, host: str, port: int) -> None:
+    """Exclusively, but for what is left of an earlier life's connections (TIME_WAIT): those would hold a restart up
+    for a minute. The option is cleared again, so that nobody else may share the port while it does not listen.
+    """
+    try:
+        tcp.bind((host, port))
+    except OSError as error:
+        if not port or error.errno != errno.EADDRINUSE:
+            raise
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        tcp.bind((host, port))
+        tcp.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
 
 
 def interface_addresses(host: str) -> tuple[str, ...]:
