@@ -10,6 +10,7 @@ Source: docs/spec/transport.md.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -205,7 +206,8 @@ class QuicLink:
 
     def ping(self) -> None:
         self._ping_count += 1
-        self._pings = {self._ping_count: self._loop.time()}
+        # The loop's own clock stands still within a turn of it, on uvloop for up to a millisecond.
+        self._pings = {self._ping_count: time.perf_counter()}
         self.quic.send_ping(self._ping_count)
         self.transmit()
 
@@ -293,7 +295,7 @@ class QuicLink:
                 case events.PingAcknowledged(uid=uid):
                     sent_at = self._pings.pop(uid, None)
                     if sent_at is not None:
-                        self._owner.measured(self._loop.time() - sent_at)
+                        self._owner.measured(time.perf_counter() - sent_at)
                 case _ if not self.accepted or self._ended:
                     # A peer that was refused, or not judged yet, may still be heard; it is not listened to.
                     continue

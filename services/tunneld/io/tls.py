@@ -15,6 +15,7 @@ import errno
 import os
 import socket
 import ssl
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -206,7 +207,7 @@ class TlsConnection(Connection):
             case {"pong": int(number)}:
                 sent_at = self._pings.pop(number, None)
                 if sent_at is not None:
-                    self.measured(asyncio.get_running_loop().time() - sent_at)
+                    self.measured(time.perf_counter() - sent_at)
             case {"need": int(count)} if self.dialled_here:
                 for _ in range(min(count, KEPT_IDLE) - self._parked):
                     self._park()
@@ -218,7 +219,7 @@ class TlsConnection(Connection):
         while not self._ended:
             began = loop.time()
             self._ping_count += 1
-            self._pings = {self._ping_count: began}
+            self._pings = {self._ping_count: time.perf_counter()}
             self._control.send_message({"ping": self._ping_count})
             await asyncio.sleep(PING_SECONDS)
             late = loop.time() - began - PING_SECONDS > PING_SECONDS
