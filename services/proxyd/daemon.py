@@ -18,7 +18,6 @@ from services.proxyd.io.http_protocol import InferenceProtocol
 from services.proxyd.io.http_service import HttpService, LibraryLog
 from services.proxyd.io.inference_api import InferenceApp
 from services.proxyd.io.keeper_client import KeeperClient, ListenerNote, wanted_listeners
-from services.proxyd.io.lease_client import LeaseClient
 from services.proxyd.io.management_gate import ManagementGate
 from services.proxyd.mesh_view import MeshView
 from services.proxyd.metrics import Metrics
@@ -33,6 +32,7 @@ from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.daemon_process import supervisor_from_environment
 from shared.io.drive import Drive, Tasks
 from shared.io.keys_file import KeysFile, console_token
+from shared.io.lease_client import LeaseClient
 from shared.io.lifecycle import environment
 from shared.messages.daemon import (
     ConfigReloaded,

@@ -24,7 +24,6 @@ from services.proxyd.interfaces import Headers, Port, Refusal
 from services.proxyd.io.http_protocol import InferenceProtocol
 from services.proxyd.io.http_service import HttpService
 from services.proxyd.io.inference_api import InferenceApp
-from services.proxyd.io.lease_client import LeaseClient
 from services.proxyd.mesh_view import MeshView
 from services.proxyd.requests_log import RequestRecord, RequestsLog
 from shared.codec import Message
@@ -33,6 +32,7 @@ from shared.errors import DaemonUnreachable, RequestRefused
 from shared.ids import BootId, HolderId, ModelName, PeerId, RequestId, SlotId
 from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.drive import Tasks
+from shared.io.lease_client import LeaseClient
 from shared.messages.daemon import Done, StoryEntry
 from shared.messages.leases import (
     AcquireLease,

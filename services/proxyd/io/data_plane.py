@@ -14,13 +14,13 @@ from typing import Any, Protocol
 
 from services.proxyd.headers import IncomingHeaders
 from services.proxyd.interfaces import Headers, MetricsSink, Place
-from services.proxyd.io.lease_client import Lease, LeaseClient
 from services.proxyd.io.upstream import Address, UpstreamPool
 from services.proxyd.mesh_view import MeshView
 from services.proxyd.requests_log import RequestRecord, RequestsLog
 from services.proxyd.routing import CoolDowns
 from shared.config import ApiSection
 from shared.ids import ModelName, RequestId
+from shared.io.lease_client import Lease, LeaseClient
 
 SWEEP_SECONDS = 0.1
 STALL_SECONDS = 2.0

@@ -23,7 +23,6 @@ from typing import Any
 
 from services.proxyd.headers import IncomingHeaders, engine_request, is_event_stream, returned_headers
 from services.proxyd.io.data_plane import DataPlane, Receive, Scope, Send, SilenceWatch, mesh_headers, target_of
-from services.proxyd.io.lease_client import Lease
 from services.proxyd.io.upstream import NotReached, UpstreamFailed, UpstreamResponse
 from services.proxyd.io.waiting import LeaseWait
 from services.proxyd.mesh_view import NotReady, Ready, Unsettled
@@ -43,6 +42,7 @@ from services.proxyd.routes import InferenceRoute
 from services.proxyd.routing import choose_host
 from services.proxyd.usage import BodyEnds, Usage, read_usage
 from shared.ids import ModelName
+from shared.io.lease_client import Lease
 
 ATTEMPTS = 3
 RETRY_SECONDS = (0.1, 0.5)

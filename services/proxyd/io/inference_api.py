@@ -15,7 +15,6 @@ from services.proxyd.headers import read_headers
 from services.proxyd.interfaces import AccessCheck, Headers, Idle, MetricsSink, Place
 from services.proxyd.io.data_plane import DataPlane, Receive, RunningRequests, Scope, Send
 from services.proxyd.io.exchange import Exchange
-from services.proxyd.io.lease_client import LeaseClient
 from services.proxyd.io.upstream import UpstreamPool
 from services.proxyd.mesh_view import MeshView, Unknown
 from services.proxyd.replies import (
@@ -41,6 +40,7 @@ from services.proxyd.routes import (
 )
 from shared.config import ApiSection
 from shared.ids import ModelName
+from shared.io.lease_client import LeaseClient
 from shared.version import VERSION
 
 

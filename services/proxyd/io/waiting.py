@@ -11,7 +11,6 @@ import time
 from collections.abc import Awaitable, Callable
 
 from services.proxyd.interfaces import Place
-from services.proxyd.io.lease_client import Lease, LeaseClient
 from services.proxyd.mesh_view import MeshView, NotReady, Ready, Resolution, Unsettled
 from services.proxyd.replies import Failure
 from services.proxyd.requests_log import RequestRecord
@@ -20,6 +19,7 @@ from services.proxyd.routes import InferenceRoute
 from shared.config import ApiSection
 from shared.errors import DaemonUnreachable, RequestRefused
 from shared.ids import ModelName
+from shared.io.lease_client import Lease, LeaseClient
 
 SETTLE_SECONDS = 5.0
 """How long a freshly started proxyd waits to hear of the models before it calls one unknown."""

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from services.proxyd.credit_events import (
+from shared.credit_events import (
     AcquireGranted,
     AcquireRefused,
     Effect,
@@ -29,7 +29,7 @@ from services.proxyd.credit_events import (
     Unwanted,
     Wanted,
 )
-from services.proxyd.credits import CREDIT_IDLE_SECONDS, REPORT_GAP_SECONDS, CreditBook
+from shared.credits import CREDIT_IDLE_SECONDS, REPORT_GAP_SECONDS, CreditBook
 from shared.ids import HolderId, ModelName, RequestId, SlotId
 from shared.messages.leases import CREDIT_GRACE_SECONDS, HOLDER_TIMEOUT_SECONDS, REPORT_SECONDS, LeaseGranted
 

@@ -11,7 +11,8 @@ import os
 from collections import deque
 from collections.abc import Iterable
 
-from services.proxyd.credit_events import (
+from shared.codec import Message
+from shared.credit_events import (
     AcquireGranted,
     AcquireRefused,
     Effect,
@@ -33,8 +34,7 @@ from services.proxyd.credit_events import (
     Unwanted,
     Wanted,
 )
-from services.proxyd.credits import CreditBook
-from shared.codec import Message
+from shared.credits import CreditBook
 from shared.errors import DaemonUnreachable, RequestRefused
 from shared.ids import HolderId, ModelName, RequestId, SlotId
 from shared.io import log

@@ -28,7 +28,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from services.proxyd.credit_events import (
+from shared.credit_events import (
     AcquireGranted,
     AcquireRefused,
     Effect,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.proxyd.credit_events import Held
+from shared.credit_events import Held
 from shared.ids import ModelName, SlotId
 
 
