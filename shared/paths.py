@@ -78,6 +78,11 @@ class NodePaths:
         return self.bus / "keeper.sock"
 
     @property
+    def data_socket(self) -> Path:
+        """Where proxyd and launcherd reach tunneld's data plane."""
+        return self.bus / "tunneld.data"
+
+    @property
     def guide_folder(self) -> Path:
         return REPOSITORY / "docs" / "guide"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from shared.inference_paths import INFERENCE_PATHS
 from shared.messages.models import ModelType
 
 ErrorStyle = Literal["openai", "anthropic"]
@@ -33,21 +34,9 @@ class LocalRoute:
 
 Route = InferenceRoute | LocalRoute
 
-INFERENCE_ROUTES: tuple[InferenceRoute, ...] = (
-    InferenceRoute("/v1/chat/completions", "llm"),
-    InferenceRoute("/v1/completions", "llm"),
-    InferenceRoute("/v1/responses", "llm"),
-    InferenceRoute("/v1/messages", "llm", "anthropic"),
-    InferenceRoute("/v1/messages/count_tokens", "llm", "anthropic"),
-    InferenceRoute("/v1/embeddings", "embedding"),
-    InferenceRoute("/v1/rerank", "reranking"),
-    InferenceRoute("/v1/reranking", "reranking"),
-    InferenceRoute("/v1/audio/transcriptions", "audio"),
-    InferenceRoute("/v1/audio/translations", "audio"),
-    InferenceRoute("/v1/audio/speech", "audio"),
-    InferenceRoute("/v1/images/generations", "image"),
-    InferenceRoute("/v1/images/edits", "image"),
-    InferenceRoute("/v1/images/variations", "image"),
+INFERENCE_ROUTES: tuple[InferenceRoute, ...] = tuple(
+    InferenceRoute(path, type, "anthropic" if path.startswith("/v1/messages") else "openai")
+    for path, type in INFERENCE_PATHS.items()
 )
 LOCAL_ROUTES: tuple[LocalRoute, ...] = (
     LocalRoute("/v1/models", "models"),

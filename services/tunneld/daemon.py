@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterable
-from typing import Any
 
 from services.tunneld.addresses import own_addresses
 from services.tunneld.io.admin import AdminDesk, ask_peer
 from services.tunneld.io.control_streams import ControlStreams
+from services.tunneld.io.data_socket import DataSocket
+from services.tunneld.io.engine_relay import EngineRelay
 from services.tunneld.io.enrolment import EnrolmentDesk, enroll
 from services.tunneld.io.incoming import IncomingStreams
 from services.tunneld.io.mesh_links import MeshLinks
@@ -20,13 +21,14 @@ from services.tunneld.io.mesh_port import MeshPort, bind_mesh_port, interface_ad
 from services.tunneld.io.node_key import NodeKey
 from services.tunneld.io.stream import TunnelStream
 from shared import codec
-from shared.certificates import VerifiedPeer, make_csr
+from shared.certificates import make_csr
 from shared.config import NodeConfig, changed_keys, is_loopback, load_config
-from shared.errors import CertificateRefused, RequestRefused, SchemaError
-from shared.ids import PeerId
+from shared.errors import CertificateRefused, RequestRefused
+from shared.ids import HolderId, PeerId
 from shared.io import log
 from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.drive import Tasks
+from shared.io.lease_client import LeaseClient
 from shared.io.lifecycle import StopSignal, environment
 from shared.messages.daemon import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import RecordSigned, SignedRecord, SignRecord, TunnelChanged
@@ -58,7 +60,17 @@ class Tunneld:
         self.enrolments = EnrolmentDesk(self._redeem, self.bus.count)
         self.control = ControlStreams(self._open_control, self.bus.publish, self.bus.count, self.tasks)
         self.admin = AdminDesk(key.peer_id, paths.logs, self._ask, lambda: self.config.mesh.accept_admin)
-        self.incoming = IncomingStreams(self.control, self.admin, self._serve_http, self.bus.count, self.tasks)
+        self.leases = LeaseClient(
+            self._clients["launcherd"],
+            self.tasks,
+            HolderId(f"tunneld-{self.bus.boot_id}"),
+            queue_limit=config.engine.queue_limit,
+            wait_seconds=config.api.request_wait_seconds,
+            daemon="tunneld",
+        )
+        self.engines = EngineRelay(self.leases, self.bus.count)
+        self.data = DataSocket(paths.data_socket, self._open_bulk, self.bus.count, self.tasks)
+        self.incoming = IncomingStreams(self.control, self.admin, self.engines.serve, self.bus.count, self.tasks)
         self.links = MeshLinks(
             key.private,
             key.peer_id,
@@ -70,17 +82,27 @@ class Tunneld:
             tasks=self.tasks,
         )
 
-    def start(self) -> None:
+    async def start(self) -> None:
         self.look()
+        await self.data.start()
         self.bus.start()
         self.links.start()
         self.tasks.start(self._watch_addresses(), "interface addresses")
         self.tasks.start(self._follow_trust(), "trust")
         Mirror("gossipd", self.paths, self._on_snapshot, self._on_message).start(self.tasks)
+        Mirror(
+            "launcherd",
+            self.paths,
+            self.leases.on_snapshot,
+            self.leases.on_message,
+            lambda _boot: self.leases.on_new_boot(),
+        ).start(self.tasks)
         self.bus.publish(self.status)
 
     async def stop(self) -> None:
+        self.data.close()
         self.links.close()
+        await self.leases.close()
         await self.tasks.cancel()
         self.bus.close()
         self.port.close()
@@ -174,7 +196,8 @@ class Tunneld:
         changes = (
             StoryEntry(age_seconds=round(now - at, 3), stimulus=text, effects=()) for at, text in self._changes
         )
-        return tuple(sorted([*changes, *self.links.story(limit)], key=lambda entry: -entry.age_seconds)[-limit:])
+        entries = [*changes, *self.links.story(limit), *self.leases.story(limit)]
+        return tuple(sorted(entries, key=lambda entry: -entry.age_seconds)[-limit:])
 
     async def answer(self, request: codec.Message, deadline_seconds: float) -> codec.Message:
         match request:
@@ -229,10 +252,8 @@ class Tunneld:
     def _on_enroll(self, stream: TunnelStream, observed_address: str) -> None:
         self.tasks.start(self.enrolments.serve(stream, observed_address), "enrolment")
 
-    async def _serve_http(
-        self, stream: TunnelStream, header: dict[str, Any], rest: bytes, peer: VerifiedPeer
-    ) -> None:
-        raise SchemaError("this node serves no requests of others yet")
+    async def _open_bulk(self, peer_id: PeerId) -> TunnelStream:
+        return await self.links.open_stream(peer_id, bulk=True)
 
     async def _redeem(self, request: RedeemInvite) -> codec.Message:
         return await self._ask("gossipd", request)
@@ -247,7 +268,7 @@ async def main(paths: NodePaths, config: NodeConfig) -> None:
     port = bind_mesh_port(config.mesh.host, config.mesh.port, paths.state / "mesh_port")
     daemon = Tunneld(paths, config, key, port)
     stop = StopSignal()
-    daemon.start()
+    await daemon.start()
     log.ready("tunneld", peer=key.peer_id, port=port.port)
     kind = await stop.wait_or(daemon.tasks)
     log.info("stopping", daemon="tunneld", kind=kind)
