@@ -17,6 +17,7 @@ from shared.messages.models import (
     LocalModel,
     SlotChanged,
 )
+from shared.messages.trust import Grant
 from shared.version import VERSION
 
 
@@ -33,6 +34,10 @@ class NodeFacts:
     assignments: AssignmentsChanged | None = None
     draining: bool = False
     """The owner wants no new requests from other nodes."""
+    grant: Grant | None = None
+    """What this node's certificate lets it do; ``None`` without one."""
+    leaving: bool = False
+    """It says goodbye: what it has no longer matters to others."""
 
 
 def announce(
@@ -40,7 +45,9 @@ def announce(
 ) -> Announcement:
     """The node's announcement as of now, numbered ``(identity.incarnation, seq)``."""
     hosted = hosted_models(slots.values())
-    models = facts.inventory.models if facts.inventory else ()
+    models = facts.inventory.models if facts.inventory and not facts.leaving else ()
+    if facts.leaving:
+        hosted = ()
     return Announcement(
         peer_id=peer_id,
         incarnation=identity.incarnation,
@@ -48,7 +55,7 @@ def announce(
         mesh_id=identity.mesh_id,
         version=VERSION,
         name=facts.node_name,
-        role=_role(hosted),
+        role=_role(facts, hosted),
         state=_state(facts),
         addresses=facts.tunnel.addresses if facts.tunnel else (),
         device=facts.device.device if facts.device else "cpu",
@@ -65,11 +72,15 @@ def same_content(one: Announcement, other: Announcement) -> bool:
     return replace(one, seq=other.seq, incarnation=other.incarnation) == other
 
 
-def _role(hosted: tuple[ServedModel, ...]) -> Role:
+def _role(facts: NodeFacts, hosted: tuple[ServedModel, ...]) -> Role:
+    if facts.grant == "client":
+        return "client"
     return "host" if hosted else "standby"
 
 
 def _state(facts: NodeFacts) -> NodeState:
+    if facts.leaving:
+        return "leaving"
     if not facts.configured:
         return "idle"
     return "draining" if facts.draining else "active"

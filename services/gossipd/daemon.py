@@ -6,15 +6,17 @@ import asyncio
 import os
 import platform
 from collections.abc import Iterable
+from dataclasses import replace
 
 from services.gossipd.announcement import NodeFacts
+from services.gossipd.gossip import Gossip
+from services.gossipd.io.peers import Peers, explain_member
 from services.gossipd.io.state_files import StateFiles
 from services.gossipd.io.trust_desk import TrustDesk
 from services.gossipd.io.trust_keeping import Surroundings
 from services.gossipd.membership import (
     ConfigApplied,
     DrainAsked,
-    Effect,
     Membership,
     MeshAdopted,
     PersistDemand,
@@ -22,33 +24,28 @@ from services.gossipd.membership import (
     PublishDemand,
     PublishMember,
     PublishMesh,
-    SignAnnouncement,
     SlotsReplaced,
-    Stimulus,
 )
 from services.gossipd.mesh_identity import next_life
+from services.gossipd.stimuli import Effect, LinksReplaced, Stimulus
 from services.gossipd.trust import wanted_identity
 from shared import codec
 from shared.config import NodeConfig, changed_keys, load_config
-from shared.errors import DaemonUnreachable, RequestRefused, StillStarting
+from shared.errors import RequestRefused, StillStarting
 from shared.ids import ModelName
 from shared.io import log
 from shared.io.bus import BusClient, BusServer, Mirror
-from shared.io.drive import Drive, Tasks
+from shared.io.drive import Drive, Tasks, Tick
 from shared.io.lifecycle import StopSignal, environment
 from shared.messages.daemon import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import (
-    Announcement,
     CountUnserved,
     MemberChanged,
-    RecordSigned,
-    SignRecord,
     TunnelChanged,
 )
 from shared.messages.models import AssignmentsChanged, DeviceChanged, InventoryChanged, SlotChanged
+from shared.messages.tunnel import FromPeer, LinkChanged
 from shared.paths import NodePaths
-
-SIGN_SECONDS = 5.0
 
 
 def node_name(config: NodeConfig) -> str:
@@ -75,6 +72,8 @@ class Gossipd:
         self.bus = BusServer("gossipd", paths, self, self.answer, self.tasks)
         self.tunneld = BusClient("tunneld", paths)
         around = Surroundings(self.bus, lambda: self.membership.identity, self.members, self.post_trust)
+        self.peers = Peers(paths.state, self.tunneld, self.tasks, self.bus)
+        around = replace(around, goodbye=self.peers.goodbye, trusting=lambda _trust: self.peers.trust(self.desk))
         self.desk = TrustDesk(paths, self.tunneld, self.tasks, around)
         stored = wanted_identity(self.files.load_identity(), self.desk.trust.credentials)
         identity = next_life(stored, configured=config.configured, random_bytes=os.urandom(16))
@@ -87,9 +86,9 @@ class Gossipd:
             draining=identity.draining,
         )
         self.membership = Membership(identity, facts, counted=counted, counted_slots=counted_slots)
-        self.drive: Drive[Stimulus, Effect] = Drive(self.membership, self.perform)
-        self._to_sign: Announcement | None = None
-        self._sign = asyncio.Event()
+        self.gossip = Gossip(self.membership, seed=int.from_bytes(os.urandom(8), "big"), known=self.peers.load())
+        self.drive: Drive[Stimulus, Effect] = Drive(self.gossip, self.perform, quiet=(Tick, FromPeer))
+        self.peers.post = self.drive.post
 
     def start(self) -> None:
         self.drive.post(config_stimulus(self.config))
@@ -98,7 +97,7 @@ class Gossipd:
         for daemon in ("tunneld", "launcherd", "electiond"):
             Mirror(daemon, self.paths, self.on_snapshot, self.on_message).start(self.tasks)
         self.tasks.start(self.drive.run(), "membership")
-        self.tasks.start(self.sign_latest(), "signatures")
+        self.peers.start(self.desk)
 
     # -- stimuli ------------------------------------------------------------------------------------------
 
@@ -107,12 +106,18 @@ class Gossipd:
         match message:
             case TunnelChanged() | InventoryChanged() | DeviceChanged() | SlotChanged() | AssignmentsChanged():
                 self.drive.post(message)
+            case LinkChanged():
+                self.drive.post(message)
+            case FromPeer(channel=channel) if channel != "enroll":
+                self.drive.post(message)
 
     def on_snapshot(self, messages: list[codec.Message]) -> None:
         self.desk.on_snapshot(messages)
         slots = tuple(message for message in messages if isinstance(message, SlotChanged))
         if slots or any(isinstance(message, InventoryChanged) for message in messages):
             self.drive.post(SlotsReplaced(slots))
+        if any(isinstance(message, TunnelChanged) for message in messages):
+            self.drive.post(LinksReplaced(tuple(item for item in messages if isinstance(item, LinkChanged))))
         for message in messages:
             if not isinstance(message, SlotChanged):
                 self.on_message(message)
@@ -121,9 +126,9 @@ class Gossipd:
 
     def perform(self, effect: Effect) -> None:
         match effect:
-            case SignAnnouncement(announcement=announcement):
-                self._to_sign = announcement
-                self._sign.set()
+            case PublishMember(member=member) if not member.is_self:
+                self.bus.publish(member)
+                self.peers.tell(member)
             case PublishMember(member=member):
                 self.bus.publish(member)
                 said = member.announcement
@@ -146,41 +151,23 @@ class Gossipd:
                 self.files.save_identity(identity)
             case PersistDemand(totals=totals, slots=slots):
                 self.files.save_demand(totals, slots)
-
-    async def sign_latest(self) -> None:
-        """Have tunneld sign the newest announcement; older ones nobody needs any more."""
-        while True:
-            await self._sign.wait()
-            self._sign.clear()
-            announcement = self._to_sign
-            if announcement is None:
-                continue
-            try:
-                reply = await self.tunneld.request(
-                    SignRecord(payload=codec.encode(announcement)), deadline_seconds=SIGN_SECONDS
-                )
-            except (DaemonUnreachable, RequestRefused) as error:
-                log.warning("not_signed", seq=announcement.seq, reason=error.detail)
-                if isinstance(error, RequestRefused):
-                    await asyncio.sleep(SIGN_SECONDS)
-                self._sign.set()
-                continue
-            if isinstance(reply, RecordSigned):
-                self.drive.post(reply)
+            case _:
+                self.peers.perform(effect)
 
     # -- what the bus server tells and asks -----------------------------------------------------------------
 
     def state_line(self) -> str:
         mesh = self.membership.identity.mesh_name or self.membership.identity.mesh_id or "no mesh"
         if self.membership.own:
-            return f"{mesh}: 1 node"
+            others = len(self.gossip.roster.others())
+            return f"{mesh}: {others + 1} nodes" if others else f"{mesh}: 1 node"
         who = "tunneld to say who this node is" if self.membership.settled else "tunneld and launcherd"
         return f"waits for {who}"
 
     def snapshot(self) -> Iterable[codec.Message]:
         if not self.membership.settled:
             raise StillStarting("gossipd has just started and waits for tunneld and launcherd; ask again in a moment")
-        return [*self.membership.snapshot(now=asyncio.get_running_loop().time()), *self.desk.snapshot()]
+        return [*self.gossip.snapshot(now=asyncio.get_running_loop().time()), *self.desk.snapshot()]
 
     def story(self, limit: int) -> tuple[StoryEntry, ...]:
         return self.drive.story(limit, asyncio.get_running_loop().time())
@@ -200,7 +187,7 @@ class Gossipd:
         raise RequestRefused("not_for_me", f"gossipd does not serve {type(request).__name__}")
 
     def members(self) -> list[MemberChanged]:
-        said = self.membership.snapshot(now=asyncio.get_running_loop().time())
+        said = self.gossip.snapshot(now=asyncio.get_running_loop().time())
         return [item for item in said if isinstance(item, MemberChanged)]
 
     def post_trust(self, stimulus: MeshAdopted | DrainAsked) -> None:
@@ -218,6 +205,9 @@ class Gossipd:
                 f"The mesh has been asked for {subject} {item.requests_total} times, "
                 f"{item.per_minute_10m:g} a minute over the last ten minutes.",
             )
+        for member in self.members():
+            if not member.is_self and subject in (member.announcement.peer_id, member.announcement.name):
+                return explain_member(member)
         if own is None or subject not in (own.peer_id, own.name, "node", "this node"):
             return ()
         mesh = f"mesh {identity.mesh_name or identity.mesh_id}" if identity.mesh_id else "no mesh (it is idle)"
@@ -245,5 +235,7 @@ async def main(paths: NodePaths, config: NodeConfig) -> None:
     kind = await stop.wait_or(daemon.tasks)
     log.info("stopping", daemon="gossipd", kind=kind)
     daemon.perform(daemon.membership.persist_demand())
+    if kind == "node":
+        await daemon.peers.goodbye()
     await daemon.tasks.cancel()
     daemon.bus.close()

@@ -2,8 +2,8 @@
 
 Theory of operation. Every node speaks for itself in a signed record numbered ``(incarnation, seq)``; the highest
 number wins. The incarnation is persisted and rises at each start. This node's record is rebuilt whenever one of its
-daemons reports something new, and sent on when its content differs; tunneld signs it. For a mesh of one the view holds
-this node alone.
+daemons reports something new, and sent on when its content differs; tunneld signs it. This machine knows this node
+alone; ``gossip.py`` runs it together with what is known of the others.
 
 =======================  ============================================  ==========================================
 stimulus                 condition                                     effects
@@ -41,6 +41,7 @@ from shared.messages.mesh import (
     TunnelChanged,
 )
 from shared.messages.models import AssignmentsChanged, DeviceChanged, InventoryChanged, SlotChanged
+from shared.messages.trust import Grant
 
 HOLD_SECONDS = 2.0
 """After a start the first announcement waits so long for tunneld and launcherd, so that a restart of gossipd alone
@@ -215,6 +216,27 @@ class Membership:
             effects += self._announce(now)
         return effects
 
+    def refute(self, incarnation: int, *, now: float) -> list[Effect]:
+        """Somebody holds of this node what it did not say as of ``incarnation``: speak again, with a higher one."""
+        if incarnation < self.identity.incarnation:
+            return []
+        self.identity = replace(self.identity, incarnation=incarnation + 1)
+        return [PersistIdentity(self.identity), *self._announce(now, again=True)]
+
+    def set_grant(self, grant: Grant | None, *, now: float) -> list[Effect]:
+        """What this node's certificate lets it do."""
+        self.facts = replace(self.facts, grant=grant)
+        return self._announce(now)
+
+    def set_leaving(self, leaving: bool, *, now: float) -> list[Effect]:
+        """Say goodbye, or take it back when the node stays after all."""
+        self.facts = replace(self.facts, leaving=leaving)
+        return self._announce(now)
+
+    @property
+    def slots(self) -> dict[SlotId, SlotChanged]:
+        return self._slots
+
     def snapshot(self, *, now: float) -> list[MeshIdentityChanged | MemberChanged | DemandChanged]:
         """Everything published, as one consistent copy."""
         items: list[MeshIdentityChanged | MemberChanged | DemandChanged] = [self._mesh()]
@@ -252,7 +274,7 @@ class Membership:
         self.own = None
         self.record = None
 
-    def _announce(self, now: float) -> list[Effect]:
+    def _announce(self, now: float, *, again: bool = False) -> list[Effect]:
         spoken = None not in (self.facts.tunnel, self.facts.inventory, self.facts.device)
         if self._hold_until is not None and now < self._hold_until and not spoken:
             return []
@@ -261,7 +283,7 @@ class Membership:
         if not self.identity.peer_id:
             return []
         announcement = announce(self.facts, self._slots, self.identity, self.identity.peer_id, self._seq + 1)
-        if self.own is not None and same_content(announcement, self.own):
+        if self.own is not None and same_content(announcement, self.own) and not again:
             return []
         self._seq += 1
         self.own = announcement
@@ -287,10 +309,14 @@ class Membership:
         if count == 0:
             return
         self.demand.add(self.identity.peer_id, model, count, now=now)
-        if self._publish_at is None or self._publish_at > now + DEMAND_SECONDS:
-            self._publish_at = now + DEMAND_SECONDS
+        self.demand_changed(now)
         if self._persist_at is None:
             self._persist_at = now + PERSIST_SECONDS
+
+    def demand_changed(self, now: float) -> None:
+        """Counts rose, here or elsewhere: to be published soon."""
+        if self._publish_at is None or self._publish_at > now + DEMAND_SECONDS:
+            self._publish_at = now + DEMAND_SECONDS
 
     def _tick(self, now: float) -> list[Effect]:
         effects: list[Effect] = []

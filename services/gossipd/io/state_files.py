@@ -33,7 +33,7 @@ class StateFiles:
     def save_identity(self, identity: MeshIdentity) -> None:
         """Raises: StateError: a node that can't remember its incarnation must not announce itself."""
         try:
-            _replace(self._identity, identity.to_json())
+            replace_file(self._identity, identity.to_json())
         except OSError as error:
             raise StateError(f"cannot write {self._identity}: {error.strerror or error}; free some space") from error
 
@@ -53,12 +53,13 @@ class StateFiles:
     def save_demand(self, totals: dict[ModelName, int], slots: dict[SlotId, int]) -> None:
         """A full disk costs only statistics: it is logged."""
         try:
-            _replace(self._demand, json.dumps({"totals": totals, "slots": slots}))
+            replace_file(self._demand, json.dumps({"totals": totals, "slots": slots}))
         except OSError as error:
             log.warning("demand_not_saved", path=self._demand, reason=error.strerror or error)
 
 
-def _replace(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
+    """Write whole or not at all, synced. Raises: OSError."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         with open(temporary, "w", encoding="utf-8") as file:

@@ -41,6 +41,8 @@ class Surroundings:
     """To the membership machine."""
     goodbye: Callable[[], Awaitable[None]] | None = None
     """Tell the peers of the present mesh that this node leaves it."""
+    trusting: Callable[[TrustChanged], None] | None = None
+    """Told of everything that is published about trust."""
     clock: Callable[[], float] = time.time
     """Unix seconds."""
 
@@ -98,6 +100,8 @@ class TrustKeeping:
         if message != self._told:
             self._told = message
             self.around.bus.publish(message)
+            if self.around.trusting is not None:
+                self.around.trusting(message)
 
     async def signing_request(self) -> tuple[bytes, PeerId]:
         """Of this node's key, from tunneld, and whose key it is. Raises: MeshError."""
