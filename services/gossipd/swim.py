@@ -9,8 +9,8 @@ undoes it. All probes run side by side, so a slow node delays nobody else's.
 state   event                                  new state, and what is told
 ======  =====================================  ===========================================================
 alive   no answer, directly nor through others suspect; PeerDown(suspect) to all connected
+alive   PeerDown, answered just now            probed at once, and told so that it refutes
 alive   PeerDown(suspect) of this incarnation  suspect; passed on
-alive   PeerDown(dead), answered just now      probed at once, and told so that it refutes
 alive   PeerDown(dead), otherwise              dead; passed on
 suspect own answer                             alive
 suspect timeout                                dead; PeerDown(dead) to all connected
@@ -41,6 +41,8 @@ from shared.messages.tunnel import PeerChannel
 
 RELAYED_LIMIT = 1_000
 """Probes for others on their way at once; more are refused."""
+REPEAT_SECONDS = 5.0
+"""The same claim is passed on again after it."""
 CLAIM_JUMP_LIMIT = 1_000_000
 """Nobody makes a node skip more incarnations than that at once."""
 
@@ -107,6 +109,8 @@ class Swim:
     _nonce: int = 0
     _probe_at: float | None = None
     _relayed: dict[int, Relayed] = field(default_factory=dict)
+    _claims: dict[tuple[PeerId, int, str], float] = field(default_factory=dict)
+    """When each claim was passed on."""
 
     # -- what is known ------------------------------------------------------------------------------------------
 
@@ -226,15 +230,29 @@ class Swim:
         if peer is None or claim.incarnation < peer.incarnation or peer.state in ("dead", "left"):
             return []
         who = self.names.get(claim.accuser) or claim.accuser[-8:]
+        if peer.state == "alive" and peer.linked and peer.heard_at is not None and now - peer.heard_at < FRESH_SECONDS:
+            if not self._first(claim, now):
+                return []
+            probes = self._probe(peer, now) if not peer.nonce else []
+            return [*probes, Tell((peer.peer_id,), claim, "peer_down")]
         if claim.state == "dead":
-            if peer.heard_at is not None and peer.linked and now - peer.heard_at < FRESH_SECONDS:
-                probes = self._probe(peer, now) if not peer.nonce else []
-                return [*probes, Tell((peer.peer_id,), claim, "peer_down")]
             return self._die(peer, f"{who} says it is down", now, claim.accuser, sender)
         if peer.state == "suspect":
             return []
-        told = self._suspect(peer, f"no answer to {who}", now, claim.accuser, sender)
+        passed_on = self._suspect(peer, f"no answer to {who}", now, claim.accuser, sender)
+        told = passed_on if self._first(claim, now) else []
         return told + ([] if peer.nonce else self._probe(peer, now))
+
+    def _first(self, claim: PeerDown, now: float) -> bool:
+        """Whether the claim was not heard for a while, whoever made it: repeated ones travel no further."""
+        key = (claim.subject, claim.incarnation, claim.state)
+        before = self._claims.get(key)
+        if before is not None and now - before < REPEAT_SECONDS:
+            return False
+        if len(self._claims) >= RELAYED_LIMIT:
+            self._claims = {key: at for key, at in self._claims.items() if now - at < REPEAT_SECONDS}
+        self._claims[key] = now
+        return True
 
     # -- time ---------------------------------------------------------------------------------------------------
 
@@ -328,6 +346,10 @@ class Swim:
             state="suspect" if state == "suspect" else "dead",
         )
         told = tuple(other for other in self.connected() if other != sender)
+        if sender is not None and state == "suspect":
+            # Passed on to a few and to the accused; whom that misses hears of the death, if it comes to one.
+            few = set(some(told, HELPERS, self.seed, self.own, peer.peer_id, peer.incarnation))
+            told = tuple(other for other in told if other in few or other == peer.peer_id)
         return [Tell(told, claim, "peer_down")] if told else []
 
     def _set(self, peer: Peer, state: MemberState, reason: str, now: float) -> None:
