@@ -128,9 +128,12 @@ def test_08_claims_about_an_earlier_life_are_nothing() -> None:
 
 def test_17_a_node_that_slept_blames_nobody() -> None:
     here = Here(A, B)
-    answered(here, 2, A, B)
+    here.lose(B)
+    here.wait(0.6)
+    assert here.state(B) == "suspect"
     here.now += 3600
     here.wait(0.2)
-    assert (here.state(A), here.state(B)) == ("alive", "alive")
+    assert (here.state(A), here.state(B)) == ("alive", "suspect"), "it has as long to refute as if nobody had slept"
+    here.connect(B)
     answered(here, 5, A, B)
     assert (here.state(A), here.state(B)) == ("alive", "alive")
