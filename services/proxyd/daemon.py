@@ -105,6 +105,7 @@ class Worker:
             requests_log=self._requests,
             metrics=self._metrics,
             idle=lambda: not self.config.configured,
+            data_socket=paths.data_socket,
             unserved=self._on_unserved,
         )
         self._gate = ManagementGate(self._access)

@@ -308,6 +308,7 @@ class Plane:
             requests_log=self.log,
             metrics=self.metrics,
             idle=lambda: self.is_idle,
+            data_socket=self.paths.data_socket,
             unserved=self.unserved.append,
         )
         service = HttpService("api", self.app, InferenceProtocol)

@@ -133,7 +133,7 @@ class Supervised:
             return {}
 
     def wait_live(self, seconds: float = 20) -> None:
-        wait_until(lambda: self.ports().get("api") and self.is_live(), seconds, "the API answers")
+        wait_until(lambda: self.ports().keys() >= {"api", "console"} and self.is_live(), seconds, "both ports answer")
 
     def is_live(self) -> bool:
         try:

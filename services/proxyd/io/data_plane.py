@@ -8,24 +8,28 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from services.proxyd.headers import IncomingHeaders
 from services.proxyd.interfaces import Headers, MetricsSink, Place
+from services.proxyd.io.remote import RemoteLease, Tunnels
 from services.proxyd.io.upstream import Address, UpstreamPool
-from services.proxyd.mesh_view import MeshView
+from services.proxyd.mesh_view import MeshView, Ready
 from services.proxyd.requests_log import RequestRecord, RequestsLog
-from services.proxyd.routing import CoolDowns
+from services.proxyd.routing import CoolDowns, choose_host
 from shared.config import ApiSection
-from shared.ids import ModelName, RequestId
+from shared.ids import ModelName, PeerId, RequestId
 from shared.io.lease_client import Lease, LeaseClient
 
 SWEEP_SECONDS = 0.1
 STALL_SECONDS = 2.0
 """Silence after which launcherd is asked to probe the engine. Not an error by itself: prefill may take longer."""
 
+Turn = Lease | RemoteLease
+"""The right to run one request on an engine, here or elsewhere."""
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -37,20 +41,26 @@ class DataPlane:
 
     view: MeshView
     leases: LeaseClient
+    tunnels: Tunnels
     place: Place
     config: ApiSection
     node_name: str
     pool: UpstreamPool
     cors: Callable[[Headers], list[tuple[bytes, bytes]]]
     cool_downs: CoolDowns = field(default_factory=CoolDowns)
+    remote_in_use: Counter[PeerId] = field(default_factory=Counter)
+    """Requests of this node on engines of others: their own word on their load lags by a second."""
     node_header: bytes = b""
     _addresses: dict[str, tuple[Address, bytes]] = field(default_factory=dict)
     _id_prefix: str = field(default_factory=lambda: os.urandom(8).hex())
     _id_count: int = 0
 
     def __post_init__(self) -> None:
-        printable = "".join(char if char.isprintable() else "?" for char in self.node_name)
-        self.node_header = printable.encode("ascii", "replace")
+        self.node_header = _ascii(self.node_name)
+
+    def header_of(self, node: str) -> bytes:
+        """A node's name as a header's value."""
+        return self.node_header if node == self.node_name else _ascii(node)
 
     def request_id(self, given: bytes) -> RequestId:
         """The client's own id, or a new one: this process's random prefix and a count."""
@@ -58,6 +68,27 @@ class DataPlane:
             return RequestId(given.decode("ascii"))
         self._id_count += 1
         return RequestId(f"{self._id_prefix}{self._id_count:08x}")
+
+    def choose(self, wanted: Ready, session: str | None, excluded: Collection[PeerId] = ()) -> PeerId | None:
+        """The host to ask for a request of this conversation; None when all are excluded or cooling down."""
+        hosts = [
+            host
+            if host.peer_id == self.view.self_id or not self.remote_in_use[host.peer_id]
+            else replace(host, load=max(host.load, self.remote_in_use[host.peer_id] / max(1, host.parallel)))
+            for host in wanted.hosts
+        ]
+        cooling = self.cool_downs.cooling(now=time.monotonic())
+        chosen = choose_host(
+            wanted.model, session, hosts, self_id=self.view.self_id, excluded={*cooling, *excluded}
+        ) or choose_host(wanted.model, session, hosts, self_id=self.view.self_id, excluded=excluded)
+        return chosen.peer_id if chosen is not None else None
+
+    def release(self, turn: Turn) -> None:
+        """The request has ended. Releasing twice is harmless."""
+        if isinstance(turn, Lease):
+            self.leases.release(turn)
+        else:
+            turn.close()
 
     def address(self, base_url: str) -> tuple[Address, bytes]:
         """(host, port) and the Host header of ``http://HOST:PORT``."""
@@ -69,6 +100,10 @@ class DataPlane:
             host, _, port = authority.rpartition(":")
             known = self._addresses[base_url] = ((host.strip("[]"), int(port)), authority.encode("ascii"))
         return known
+
+
+def _ascii(name: str) -> bytes:
+    return "".join(char if char.isprintable() else "?" for char in name).encode("ascii", "replace")
 
 
 def target_of(scope: Scope) -> bytes:
@@ -83,7 +118,7 @@ def mesh_headers(
     """What every answer tells about its way, and CORS headers where they are due."""
     headers = [
         (b"x-request-id", record.request_id.encode("ascii")),
-        (b"x-mesh-node", plane.node_header),
+        (b"x-mesh-node", plane.header_of(record.node)),
         (b"x-mesh-queue-ms", b"%.1f" % (record.queue_seconds * 1000)),
         (b"x-mesh-overhead-ms", b"%.2f" % (record.overhead_seconds * 1000)),
         (b"x-mesh-attempts", b"%d" % record.attempts),

@@ -22,9 +22,10 @@ import time
 from typing import Any
 
 from services.proxyd.headers import IncomingHeaders, engine_request, is_event_stream, returned_headers
-from services.proxyd.io.data_plane import DataPlane, Receive, Scope, Send, SilenceWatch, mesh_headers, target_of
+from services.proxyd.io.data_plane import DataPlane, Receive, Scope, Send, SilenceWatch, Turn, mesh_headers, target_of
+from services.proxyd.io.remote import RemoteLease
 from services.proxyd.io.upstream import NotReached, UpstreamFailed, UpstreamResponse
-from services.proxyd.io.waiting import LeaseWait
+from services.proxyd.io.waiting import TurnWait
 from services.proxyd.mesh_view import NotReady, Ready, Unsettled
 from services.proxyd.replies import (
     STREAM_TYPE,
@@ -39,7 +40,6 @@ from services.proxyd.request_head import BadRequest, parse_head, session_key
 from services.proxyd.requests_log import RequestRecord
 from services.proxyd.resolution import failure_of
 from services.proxyd.routes import InferenceRoute
-from services.proxyd.routing import choose_host
 from services.proxyd.usage import BodyEnds, Usage, read_usage
 from shared.ids import ModelName
 from shared.io.lease_client import Lease
@@ -65,7 +65,6 @@ class Exchange:
         "_gone",
         "_head_sent",
         "_incoming",
-        "_lease",
         "_plane",
         "_receive",
         "_response",
@@ -76,6 +75,7 @@ class Exchange:
         "_silence",
         "_streams",
         "_task",
+        "_turn",
         "_watcher",
         "finished",
         "record",
@@ -106,7 +106,7 @@ class Exchange:
         self._body_at = record.started
         self._head_sent = False
         self._streams = False
-        self._lease: Lease | None = None
+        self._turn: Turn | None = None
         self._response: UpstreamResponse | None = None
         self._sent_at = 0.0
         self._silence = SilenceWatch()
@@ -178,12 +178,13 @@ class Exchange:
         """Called a few times a second while the request runs."""
         if self._watcher is None and self._body and now - self._body_at > WATCH_AFTER_SECONDS:
             self.watch()
-        lease, response = self._lease, self._response
-        if lease is None:
+        turn, response = self._turn, self._response
+        if not isinstance(turn, Lease):
+            # An engine elsewhere is watched by its own node.
             return
         if response is None or not response.buffered_bytes:
             heard_at = self._sent_at if response is None else response.heard_at
-            self._silence.look(self._plane.leases, lease, heard_at, now)
+            self._silence.look(self._plane.leases, turn, heard_at, now)
 
     def watch(self) -> None:
         """Notice from now on that the client goes away."""
@@ -203,19 +204,23 @@ class Exchange:
         """Attempts until one succeeds. Raises: Failure."""
         record = self.record
         while record.attempts < ATTEMPTS:
-            lease = await self._find_lease(name)
+            turn = await self._find_turn(name)
             record.reason = ""
             record.attempts += 1
-            self._lease = lease
+            self._turn = turn
+            self._note_node(turn)
             try:
-                if await self._attempt(lease):
+                if await self._attempt(turn):
                     return
             finally:
-                self._lease = None
-                self._plane.leases.release(lease)
+                self._turn = None
+                if isinstance(turn, RemoteLease):
+                    self._plane.remote_in_use[turn.peer_id] -= 1
+                self._plane.release(turn)
             if record.attempts < ATTEMPTS:
                 self.watch()
-                await asyncio.sleep(RETRY_SECONDS[record.attempts - 1])
+                if isinstance(turn, Lease):
+                    await asyncio.sleep(RETRY_SECONDS[record.attempts - 1])
         raise Failure(
             503,
             "engine_failed",
@@ -224,8 +229,16 @@ class Exchange:
             retry_after_seconds=10,
         )
 
-    async def _find_lease(self, name: ModelName | None) -> Lease:
-        """At once where there is a free credit, else after waiting. Raises: Failure."""
+    def _note_node(self, turn: Turn) -> None:
+        plane = self._plane
+        if isinstance(turn, RemoteLease):
+            plane.remote_in_use[turn.peer_id] += 1
+            self.record.node = plane.view.node_name(turn.peer_id)
+        else:
+            self.record.node = plane.node_name
+
+    async def _find_turn(self, name: ModelName | None) -> Turn:
+        """At once where this node has a free credit, else after waiting. Raises: Failure."""
         plane = self._plane
         wanted = plane.view.resolve(name, self._route.type)
         if not isinstance(wanted, Ready | NotReady | Unsettled):
@@ -238,23 +251,20 @@ class Exchange:
         return await self._wait(name)
 
     def _is_local(self, wanted: Ready) -> bool:
-        """Whether this node's own engine is the one to ask. Hosts elsewhere need a tunnel to be candidates."""
+        """Whether this node's own engine is the one to ask."""
         if not wanted.local:
             return False
-        self_id = self._plane.view.self_id
-        hosts = wanted.hosts if len(wanted.hosts) == 1 else [host for host in wanted.hosts if host.peer_id == self_id]
-        if len(hosts) == 1:
-            return True
-        cooling = self._plane.cool_downs.cooling(now=time.monotonic())
-        chosen = choose_host(wanted.model, session_key(self._body), hosts, self_id=self_id, excluded=cooling)
-        return chosen is None or chosen.peer_id == self_id
+        return len(wanted.hosts) == 1 or self._plane.choose(wanted, self._session()) == self._plane.view.self_id
 
-    async def _wait(self, name: ModelName | None) -> Lease:
-        """A lease, after however long it takes. Raises: Failure."""
+    def _session(self) -> str | None:
+        return session_key(self._body)
+
+    async def _wait(self, name: ModelName | None) -> Turn:
+        """A turn, after however long it takes. Raises: Failure."""
         self.watch()
         began = time.monotonic()
-        plane, record = self._plane, self.record
-        wait = LeaseWait(plane.view, plane.leases, plane.place, plane.config, self._route, name, record)
+        record = self.record
+        wait = TurnWait(self._plane, self._route, name, record, self._session)
         try:
             return await wait.run(self._say_waiting if record.streaming else None)
         finally:
@@ -271,35 +281,49 @@ class Exchange:
 
     # -- the engine ---------------------------------------------------------------------------------------
 
-    async def _attempt(self, lease: Lease) -> bool:
+    async def _attempt(self, turn: Turn) -> bool:
         """Whether the request is answered; False when another attempt may do better."""
-        plane = self._plane
-        address, authority = plane.address(lease.base_url)
-        target = target_of(self._scope)
-        head = engine_request(target, authority, lease.api_key, self._incoming.forwarded, len(self._body))
-        self._sent_at = time.monotonic()
         try:
-            response = self._response = await plane.pool.request(address, head, self._body)
+            response = self._response = await self._ask(turn)
         except NotReached as error:
-            self._engine_failed(lease, error)
+            self._engine_failed(turn, error)
             return False
         try:
-            return await self._forward(response, lease)
+            return await self._forward(response, turn)
         finally:
             self._response = None
             response.close()
 
-    def _engine_failed(self, lease: Lease, error: UpstreamFailed) -> None:
-        self.record.reason = f"the engine {error.detail}"
-        self._plane.cool_downs.failed(self._plane.view.self_id, now=time.monotonic())
-        self._plane.leases.suspect(lease, error.detail, broken=True)
+    async def _ask(self, turn: Turn) -> UpstreamResponse:
+        """Send the request. Raises: NotReached."""
+        plane = self._plane
+        target, forwarded, size = target_of(self._scope), self._incoming.forwarded, len(self._body)
+        self._sent_at = time.monotonic()
+        if isinstance(turn, Lease):
+            address, authority = plane.address(turn.base_url)
+            head = engine_request(target, authority, turn.api_key, forwarded, size)
+            return await plane.pool.request(address, head, self._body)
+        # The far tunneld writes the head anew, with the key of its engine.
+        head = engine_request(target, b"mesh", "", forwarded, size)
+        return await plane.tunnels.request(turn, head, self._body)
 
-    async def _forward(self, response: UpstreamResponse, lease: Lease) -> bool:
+    def _engine_failed(self, turn: Turn, error: UpstreamFailed) -> None:
+        plane = self._plane
+        now = time.monotonic()
+        if isinstance(turn, Lease):
+            self.record.reason = f"the engine {error.detail}"
+            plane.cool_downs.failed(plane.view.self_id, now=now)
+            plane.leases.suspect(turn, error.detail, broken=True)
+        else:
+            self.record.reason = f"the engine on {self.record.node} {error.detail}"
+            plane.cool_downs.failed(turn.peer_id, now=now)
+
+    async def _forward(self, response: UpstreamResponse, turn: Turn) -> bool:
         is_stream = is_event_stream(response.headers)
         try:
             data = await self._first_bytes(response, is_stream)
         except UpstreamFailed as error:
-            self._engine_failed(lease, error)
+            self._engine_failed(turn, error)
             return False
         heard_at = response.heard_at
         record = self.record
@@ -315,7 +339,7 @@ class Exchange:
         if response.complete and not response.buffered_bytes:
             record.response_bytes = len(data)
             await send({"type": "http.response.body", "body": data, "more_body": False})
-            self._answered(response, read_usage(data, data))
+            self._answered(turn, response, read_usage(data, data))
             return True
         ends = BodyEnds()
         try:
@@ -330,16 +354,16 @@ class Exchange:
                 await response.more()
                 data = response.take()
         except UpstreamFailed as error:
-            # Going on elsewhere with the text so far would begin here; one node has nowhere else to go.
-            self._engine_failed(lease, error)
+            # Going on elsewhere with the text so far would begin here.
+            self._engine_failed(turn, error)
             await self._cut(is_stream, ends)
         else:
-            self._answered(response, ends.usage())
+            self._answered(turn, response, ends.usage())
         return True
 
-    def _answered(self, response: UpstreamResponse, usage: Usage) -> None:
+    def _answered(self, turn: Turn, response: UpstreamResponse, usage: Usage) -> None:
         self.record.answered(response.status, usage)
-        self._plane.cool_downs.succeeded(self._plane.view.self_id)
+        self._plane.cool_downs.succeeded(turn.peer_id if isinstance(turn, RemoteLease) else self._plane.view.self_id)
 
     @staticmethod
     async def _first_bytes(response: UpstreamResponse, is_stream: bool) -> bytes:

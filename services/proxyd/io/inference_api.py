@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from services.proxyd.headers import read_headers
 from services.proxyd.interfaces import AccessCheck, Headers, Idle, MetricsSink, Place
 from services.proxyd.io.data_plane import DataPlane, Receive, RunningRequests, Scope, Send
 from services.proxyd.io.exchange import Exchange
+from services.proxyd.io.remote import Tunnels
 from services.proxyd.io.upstream import UpstreamPool
 from services.proxyd.mesh_view import MeshView, Unknown
 from services.proxyd.replies import (
@@ -59,6 +61,7 @@ class InferenceApp:
         requests_log: RequestsLog,
         metrics: MetricsSink,
         idle: Idle,
+        data_socket: Path,
         unserved: Callable[[ModelName], None] = lambda _model: None,
     ) -> None:
         """``unserved`` is told of each request for an existing model that ended without any engine having had it:
@@ -72,6 +75,7 @@ class InferenceApp:
         self._plane = DataPlane(
             view=view,
             leases=leases,
+            tunnels=Tunnels(data_socket, self._pool),
             place=place,
             config=config,
             node_name=node_name,

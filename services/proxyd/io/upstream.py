@@ -60,14 +60,14 @@ class UpstreamResponse:
         "status",
     )
 
-    def __init__(self, connection: _Connection) -> None:
+    def __init__(self, connection: Carrier) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.head_complete = False
         self.complete = False
         """Everything has arrived; some of it may still wait to be taken."""
         self.heard_at = 0.0
-        self._connection: _Connection | None = connection
+        self._connection: Carrier | None = connection
         self._buffer: list[bytes] = []
         self._buffered = 0
         self._failure: UpstreamFailed | None = None
@@ -130,10 +130,10 @@ class UpstreamResponse:
         self.wake()
 
 
-class _Connection(asyncio.Protocol):
-    """One connection to one engine."""
+class Carrier(asyncio.Protocol):
+    """One connection to one engine, or through a tunnel to one of another node."""
 
-    def __init__(self, free: Callable[[_Connection], None], lost: Callable[[_Connection], None]) -> None:
+    def __init__(self, free: Callable[[Carrier], None], lost: Callable[[Carrier], None]) -> None:
         self._free = free
         self._lost = lost
         self.transport: asyncio.Transport | None = None
@@ -150,7 +150,8 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
         connected = self.transport.get_extra_info("socket")
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connected.family != socket.AF_UNIX:
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -269,12 +270,16 @@ class _Connection(asyncio.Protocol):
             self.transport.abort()
 
 
+def _nothing(_connection: Carrier) -> None:
+    """Nobody keeps a list of connections for one request."""
+
+
 class UpstreamPool:
     """Connections to all engines of this node."""
 
     def __init__(self) -> None:
-        self._idle: dict[Address, list[_Connection]] = {}
-        self._addresses: dict[_Connection, Address] = {}
+        self._idle: dict[Address, list[Carrier]] = {}
+        self._addresses: dict[Carrier, Address] = {}
 
     async def request(self, address: Address, head: bytes, body: bytes) -> UpstreamResponse:
         """Send a request and wait for its answer's head (and as much of its body as came with it).
@@ -292,7 +297,22 @@ class UpstreamPool:
                     break
         return await self._exchange(await self._connect(address), head, body)
 
-    async def _exchange(self, connection: _Connection, head: bytes, body: bytes) -> UpstreamResponse:
+    async def carry(self, raw: socket.socket) -> Carrier:
+        """A connected unix socket as a connection for one request. Raises: NotReached."""
+        loop = asyncio.get_running_loop()
+        try:
+            _, connection = await loop.create_unix_connection(lambda: Carrier(Carrier.abort, _nothing), sock=raw)
+        except OSError as error:
+            raise NotReached(f"cannot be reached: {error.strerror or error}") from None
+        return connection
+
+    async def request_over(self, connection: Carrier, head: bytes, body: bytes) -> UpstreamResponse:
+        """One request on a connection of :meth:`carry`, which ends with it. Raises: NotReached."""
+        if not connection.alive:
+            raise NotReached("closed the connection before the request was sent")
+        return await self._exchange(connection, head, body)
+
+    async def _exchange(self, connection: Carrier, head: bytes, body: bytes) -> UpstreamResponse:
         response = connection.send(head, body)
         try:
             await response.head()
@@ -301,11 +321,11 @@ class UpstreamPool:
             raise
         return response
 
-    async def _connect(self, address: Address) -> _Connection:
+    async def _connect(self, address: Address) -> Carrier:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_SECONDS):
-                _, connection = await loop.create_connection(lambda: _Connection(self._free, self._lost), *address)
+                _, connection = await loop.create_connection(lambda: Carrier(self._free, self._lost), *address)
         except TimeoutError:
             raise NotReached(f"did not accept a connection within {CONNECT_SECONDS:g} s") from None
         except OSError as error:
@@ -313,7 +333,7 @@ class UpstreamPool:
         self._addresses[connection] = address
         return connection
 
-    def _free(self, connection: _Connection) -> None:
+    def _free(self, connection: Carrier) -> None:
         address = self._addresses.get(connection)
         if address is None or not connection.alive:
             return
@@ -323,7 +343,7 @@ class UpstreamPool:
         else:
             connection.abort()
 
-    def _lost(self, connection: _Connection) -> None:
+    def _lost(self, connection: Carrier) -> None:
         address = self._addresses.pop(connection, None)
         if address is None:
             return

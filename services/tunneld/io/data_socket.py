@@ -35,6 +35,8 @@ READ_BYTES = 256 * 1024
 ANSWER_SLACK_SECONDS = 5.0
 """The peer refuses at the deadline; this much later it counts as gone."""
 
+GRACE_SECONDS = 0.2
+
 OpenStream = Callable[[PeerId], Awaitable[TunnelStream]]
 
 
@@ -148,10 +150,11 @@ async def _relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, str
     sending = asyncio.ensure_future(_send(reader, stream))
     receiving = asyncio.ensure_future(_receive(writer, stream))
     try:
-        done, _ = await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
-        if receiving not in done:
-            # The client went away, or its connection broke, before its answer was complete.
-            await sending
+        await asyncio.wait([sending, receiving], return_when=asyncio.FIRST_COMPLETED)
+        if not receiving.done():
+            # proxyd knows from the answer itself that it is whole, and may be faster than the stream's end.
+            await asyncio.wait([receiving], timeout=GRACE_SECONDS)
+        if not receiving.done():
             raise ConnectionResetError("the client left before its answer was complete")
         await receiving
         await stream.finish()

@@ -14,6 +14,7 @@ def plane(node_name: str = "attic") -> DataPlane:
         return DataPlane(
             view=MeshView(),
             leases=None,  # type: ignore[arg-type]
+            tunnels=None,  # type: ignore[arg-type]
             place=None,  # type: ignore[arg-type]
             config=ApiSection(),
             node_name=node_name,
