@@ -185,6 +185,8 @@ class MeshModel:
     hosts: tuple[PeerId, ...] = ()
     requested: bool = False
     builtin: bool = False
+    name_here: ModelName = ModelName("")
+    """What this node's launcherd calls it, where that is another name; empty: ``name``."""
 
 
 @message
@@ -218,7 +220,9 @@ class RouteHost:
     addresses: tuple[str, ...] = ()
     parallel: int = 1
     load: float = 0.0
-    """Busy share of ``parallel``, 0..1 and above when requests wait."""
+    """Busy share of ``parallel``, 0..1 and above when requests wait; of other nodes in steps of a quarter."""
+    name_there: ModelName = ModelName("")
+    """What that node calls the model, where that is another name; empty: the route's."""
 
 
 @part
@@ -243,10 +247,16 @@ class PlaceModel:
     """
 
     model: ModelName
+    avoid: tuple[PeerId, ...] = ()
+    """Nodes that this request has tried in vain."""
 
 
 @message
 class ModelPlaced:
+    """``peer_id`` is the node to ask: the lease taken there loads the model. This node's own id, or empty: here."""
+
     model: ModelName
     peer_id: PeerId
     reason: str
+    name_there: ModelName = ModelName("")
+    """What that node calls the model, where that is another name; empty: ``model``."""
