@@ -40,6 +40,8 @@ class Ready:
     type: ModelType
     hosts: tuple[RouteHost, ...]
     local: bool
+    suspects: frozenset[PeerId] = frozenset()
+    """Those of ``hosts`` that their peers do not hear from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +125,16 @@ class MeshView:
                 self.members.clear()
         for message in messages:
             self._take(message)
-        self._derive()
+        self._derive_models()
 
     def apply(self, message: Message) -> None:
         """One publication. Messages of other kinds are ignored."""
-        if self._take(message):
-            self._derive()
+        if isinstance(message, MemberChanged) and not message.is_self:
+            # Several a second in a large mesh, and none changes what models there are.
+            self._take(message)
+            self._derive_ready()
+        elif self._take(message):
+            self._derive_models()
 
     def _take(self, message: Message) -> bool:
         match message:
@@ -156,13 +162,8 @@ class MeshView:
                 return False
         return True
 
-    def _derive(self) -> None:
-        self.version += 1
-        running: dict[ModelName, SlotChanged] = {}
-        for slot in self.slots.values():
-            other = running.get(slot.model)
-            if other is None or _slot_rank(slot.state) > _slot_rank(other.state):
-                running[slot.model] = slot
+    def _derive_models(self) -> None:
+        running = self._running()
         merged = dict(self._catalog or {})
         for name, model in (self._inventory or {}).items():
             if name not in merged:
@@ -170,19 +171,44 @@ class MeshView:
         for name, slot in running.items():
             merged[name] = _with_slot(merged.get(name), slot, self.self_id)
         self._merged = merged
+        self._derive_ready()
+
+    def _running(self) -> dict[ModelName, SlotChanged]:
+        """The best slot of each model on this node."""
+        running: dict[ModelName, SlotChanged] = {}
+        for slot in self.slots.values():
+            other = running.get(slot.model)
+            if other is None or _slot_rank(slot.state) > _slot_rank(other.state):
+                running[slot.model] = slot
+        return running
+
+    def _derive_ready(self) -> None:
+        self.version += 1
         self._ready = {}
+        suspects = frozenset(peer_id for peer_id, member in self.members.items() if member.state == "suspect")
         for name, (model_type, hosts) in self.routes.items():
-            others = tuple(host for host in hosts if host.peer_id != self.self_id)
+            others = tuple(self._with_load(name, host) for host in hosts if host.peer_id != self.self_id)
             if others:
-                self._ready[name] = Ready(name, model_type, others, False)
-        for name, slot in running.items():
+                doubtful = suspects & {host.peer_id for host in others} if suspects else suspects
+                self._ready[name] = Ready(name, model_type, others, False, doubtful)
+        for name, slot in self._running().items():
             if slot.state == "ready":
                 parallel = max(1, slot.parallel)
                 here = RouteHost(
                     peer_id=self.self_id, parallel=parallel, load=(slot.in_use + slot.waiting) / parallel
                 )
                 known = self._ready.get(name)
-                self._ready[name] = Ready(name, slot.type, (here, *(known.hosts if known else ())), True)
+                hosts = (here, *(known.hosts if known else ()))
+                self._ready[name] = Ready(name, slot.type, hosts, True, known.suspects if known else frozenset())
+
+    def _with_load(self, name: ModelName, host: RouteHost) -> RouteHost:
+        """The route's host with its node's own word on how busy it is; routes say nothing of that."""
+        member = self.members.get(host.peer_id)
+        loads = [load for load in member.load.loads if load.model == name] if member is not None and member.load else []
+        if not loads:
+            return host
+        parallel = max(1, sum(load.parallel for load in loads))
+        return replace(host, parallel=parallel, load=sum(load.in_use + load.waiting for load in loads) / parallel)
 
     # -- queries ------------------------------------------------------------------------------------------
 

@@ -1,10 +1,9 @@
 """Which host answers a request: rendezvous hashing on (model, session) with a load guard and a cool-down.
 
 A conversation keeps its host, and with it its KV cache, as long as that host is not overloaded; hosts that come and
-go move only their own share. This version reaches only this node's engines; hosts elsewhere take part in the choice
-as soon as a tunnel to them exists.
+go move only their own share.
 
-Source: DESIGN §8; "Consistent hashing with bounded loads" (Mirrokni, Thorup, Zadimoghaddam 2016).
+Source: DESIGN §8; docs/spec/routing.md; "Consistent hashing with bounded loads" (Mirrokni, Thorup, Zadimoghaddam 2016).
 """
 
 from __future__ import annotations
@@ -35,14 +34,18 @@ def choose_host(
     *,
     self_id: PeerId,
     excluded: Collection[PeerId] = (),
+    doubtful: Collection[PeerId] = (),
 ) -> RouteHost | None:
     """The host for a request, None when every one is excluded.
 
-    ``excluded`` are hosts cooling down, slow, or already tried for this request. Without a session the node's own
-    id stands for one, and an own engine that is not overloaded comes first. When all are over the bound, the least
-    loaded one is taken: overload is answered by its queue, not by a wrong choice here.
+    ``excluded`` are hosts already tried for this request; ``doubtful`` ones, cooling down or suspected dead, are taken
+    only when there is no other. Without a session the node's own id stands for one, and an own engine that is not
+    overloaded comes first. When all are over the bound, the least loaded one is taken: overload is answered by its
+    queue, not by a wrong choice here.
     """
     candidates = [host for host in hosts if host.peer_id not in excluded]
+    if doubtful:
+        candidates = [host for host in candidates if host.peer_id not in doubtful] or candidates
     if len(candidates) <= 1:
         return candidates[0] if candidates else None
     mean = sum(host.load for host in candidates) / len(candidates)

@@ -15,7 +15,7 @@ from services.proxyd.mesh_view import (
     WrongType,
 )
 from shared.ids import MeshId, ModelName, PeerId, SlotId
-from shared.messages.mesh import Announcement, MemberChanged, TunnelChanged
+from shared.messages.mesh import Announcement, LoadRecord, MemberChanged, MemberState, ModelLoad, TunnelChanged
 from shared.messages.models import (
     CatalogChanged,
     CatalogStatus,
@@ -63,6 +63,15 @@ def routes(**models: tuple[str, ...]) -> RoutesChanged:
     )
 
 
+def member(peer_id: PeerId, *loads: ModelLoad, state: MemberState = "alive") -> MemberChanged:
+    announcement = Announcement(
+        peer_id=peer_id, incarnation=1, seq=1, mesh_id=MeshId("m"), version="1", name="attic", role="host",
+        state="active",
+    )  # fmt: skip
+    record = LoadRecord(peer_id=peer_id, incarnation=1, seq=1, mesh_id=MeshId("m"), loads=loads)
+    return MemberChanged(announcement=announcement, state=state, reason="", load=record if loads else None)
+
+
 @pytest.fixture
 def view() -> MeshView:
     made = MeshView()
@@ -99,6 +108,36 @@ def test_hosts_elsewhere_come_from_the_routes(view: MeshView) -> None:
     found = view.resolve("a", "llm")
     assert isinstance(found, Ready)
     assert ([host.peer_id for host in found.hosts], found.local) == ([ME, OTHER], True)
+
+
+def test_a_host_elsewhere_is_as_busy_as_its_node_says(view: MeshView) -> None:
+    view.apply(routes(a=("other",)))
+    view.apply(
+        member(
+            OTHER,
+            ModelLoad(model=ModelName("a"), in_use=2, waiting=1, parallel=2),
+            ModelLoad(model=ModelName("b"), in_use=0, waiting=0, parallel=8),
+        )
+    )
+    found = view.resolve("a", "llm")
+    assert isinstance(found, Ready)
+    assert [(host.load, host.parallel) for host in found.hosts] == [(1.5, 2)]
+
+
+def test_a_suspected_host_is_marked_until_it_is_heard_again(view: MeshView) -> None:
+    view.apply(routes(a=("other",), b=("third",)))
+    view.apply(slot("a", "ready"))
+    view.apply(member(OTHER, state="suspect"))
+    found = view.resolve("a", "llm")
+    assert isinstance(found, Ready)
+    assert found.suspects == {OTHER}
+    other = view.resolve("b", "llm")
+    assert isinstance(other, Ready)
+    assert not other.suspects
+    view.apply(member(OTHER))
+    found = view.resolve("a", "llm")
+    assert isinstance(found, Ready)
+    assert not found.suspects
 
 
 @pytest.mark.parametrize(

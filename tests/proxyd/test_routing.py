@@ -76,6 +76,14 @@ def test_excluded_hosts_are_not_chosen() -> None:
     assert choose_host(M, "s", [], self_id=ME) is None
 
 
+def test_a_doubtful_host_is_taken_only_when_there_is_no_other() -> None:
+    sessions = [f"s{n}" for n in range(20)]
+    doubtful = {PeerId("a")}
+    assert {chosen(session, hosts("a", "b"), doubtful=doubtful) for session in sessions} == {"b"}
+    assert chosen("s", hosts("a", "b"), doubtful=doubtful, excluded={PeerId("b")}) == "a"
+    assert chosen(None, hosts("me", "b"), doubtful={ME}) == "b"
+
+
 def test_weights_are_the_same_in_every_process() -> None:
     """Golden value: a salted hash would differ."""
     assert rendezvous_weight(M, "s", PeerId("a")) == 0x2F0E2D0734C82746

@@ -70,17 +70,17 @@ class DataPlane:
         return RequestId(f"{self._id_prefix}{self._id_count:08x}")
 
     def choose(self, wanted: Ready, session: str | None, excluded: Collection[PeerId] = ()) -> PeerId | None:
-        """The host to ask for a request of this conversation; None when all are excluded or cooling down."""
+        """The host to ask for a request of this conversation; None when all are excluded."""
         hosts = [
             host
             if host.peer_id == self.view.self_id or not self.remote_in_use[host.peer_id]
             else replace(host, load=max(host.load, self.remote_in_use[host.peer_id] / max(1, host.parallel)))
             for host in wanted.hosts
         ]
-        cooling = self.cool_downs.cooling(now=time.monotonic())
+        doubtful = self.cool_downs.cooling(now=time.monotonic()) | wanted.suspects
         chosen = choose_host(
-            wanted.model, session, hosts, self_id=self.view.self_id, excluded={*cooling, *excluded}
-        ) or choose_host(wanted.model, session, hosts, self_id=self.view.self_id, excluded=excluded)
+            wanted.model, session, hosts, self_id=self.view.self_id, excluded=excluded, doubtful=doubtful
+        )
         return chosen.peer_id if chosen is not None else None
 
     def release(self, turn: Turn) -> None:
