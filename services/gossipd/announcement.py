@@ -38,6 +38,8 @@ class NodeFacts:
     """What this node's certificate lets it do; ``None`` without one."""
     leaving: bool = False
     """It says goodbye: what it has no longer matters to others."""
+    client: bool = False
+    """The owner wants it only to consume, whatever its certificate allows."""
 
 
 def announce(
@@ -73,7 +75,7 @@ def same_content(one: Announcement, other: Announcement) -> bool:
 
 
 def _role(facts: NodeFacts, hosted: tuple[ServedModel, ...]) -> Role:
-    if facts.grant == "client":
+    if facts.client or facts.grant == "client":
         return "client"
     return "host" if hosted else "standby"
 

@@ -39,6 +39,7 @@ from shared.io.drive import Drive, Tasks, Tick
 from shared.io.lifecycle import StopSignal, environment
 from shared.messages.daemon import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import (
+    Announcement,
     CountUnserved,
     MemberChanged,
     TunnelChanged,
@@ -58,7 +59,15 @@ def config_stimulus(config: NodeConfig) -> ConfigApplied:
         node_name=node_name(config),
         requested_models=tuple(ModelName(name) for name in config.models.serve),
         random_bytes=os.urandom(16),
+        client=config.node.client,
     )
+
+
+def role_words(own: Announcement, client: bool) -> str:
+    """Why this node has its role, for ``why``: the end of a sentence."""
+    if own.role == "client":
+        return "only consumes: " + ("node.client is true in mesh.toml." if client else "its grant is client.")
+    return f"serves {', '.join(item.model for item in own.hosted)}." if own.hosted else "serves no model now."
 
 
 class Gossipd:
@@ -84,6 +93,7 @@ class Gossipd:
             configured=config.configured,
             requested_models=tuple(ModelName(name) for name in config.models.serve),
             draining=identity.draining,
+            client=config.node.client,
         )
         self.membership = Membership(identity, facts, counted=counted, counted_slots=counted_slots)
         self.gossip = Gossip(self.membership, seed=int.from_bytes(os.urandom(8), "big"), known=self.peers.load())
@@ -213,13 +223,12 @@ class Gossipd:
         mesh = f"mesh {identity.mesh_name or identity.mesh_id}" if identity.mesh_id else "no mesh (it is idle)"
         return (
             f"{own.name} ({own.peer_id}) is alive: it is this node, in {mesh}, start number {own.incarnation}.",
-            f"Its role is {own.role} because it "
-            + (f"serves {', '.join(item.model for item in own.hosted)}." if own.hosted else "serves no model now."),
+            f"Its role is {own.role} because it " + role_words(own, self.config.node.client),
         )
 
     def reload(self) -> ConfigReloaded:
         new = load_config(self.paths.config_file, environment())
-        mine = ("node.name", "models.serve")
+        mine = ("node.name", "node.client", "models.serve")
         changed = tuple(key for key in changed_keys(self.config, new) if key in mine)
         self.config = new
         self.drive.post(config_stimulus(new))

@@ -67,6 +67,8 @@ class ConfigApplied:
     node_name: str
     requested_models: tuple[ModelName, ...]
     random_bytes: bytes
+    client: bool = False
+    """It only consumes: others shall expect nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +261,7 @@ class Membership:
             configured=config.configured,
             node_name=config.node_name,
             requested_models=config.requested_models,
+            client=config.client,
         )
         if not config.configured or self.identity.mesh_id:
             return []

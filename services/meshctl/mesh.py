@@ -12,7 +12,7 @@ import click
 
 from services.meshctl.node import Node, run, survey
 from services.meshctl.output import Waiting, clean, print_json, progress
-from services.meshctl.up import bring_up, changes_of, endpoint
+from services.meshctl.up import CLIENT_WITH_MODEL, bring_up, changes_of, endpoint
 from shared.codec import Message
 from shared.errors import ConfigError, DaemonUnreachable, MeshError, RequestRefused
 from shared.io.bus import BusClient
@@ -68,10 +68,9 @@ def join(token: str | None, models: tuple[str, ...], client: bool, switch: bool,
     """
     node = Node()
     text = read_token(token, node.environ.get(TOKEN_VARIABLE))
-    changes = dict(changes_of(node, models, ()))
-    if client:
-        changes["node", "client"] = True
-    bring_up(node, changes)
+    if client and models:
+        raise click.UsageError(CLIENT_WITH_MODEL)
+    bring_up(node, changes_of(node, models, (), client=client or None))
     request = JoinMesh(token=text, client=client, switch=switch)
     joined, steps = run(_join(node, request, quiet=as_json))
     if as_json:

@@ -36,6 +36,7 @@ ORPHAN_SECONDS = 15.0
 """Daemons notice that their supervisord was killed, and finish what they were doing."""
 FAILED_STARTS = 3
 DEFAULT_MODELS_FOLDER = Path("~/.models")
+CLIENT_WITH_MODEL = "--client serves nothing, --model serves one: give one of them"
 LOW_DISK_BYTES = 200 * 1024**2
 """Logs may grow to 20 MB per daemon."""
 FULL_DISK_BYTES = 1024**2
@@ -62,17 +63,30 @@ class StartFailed(MeshError):
 @click.option(
     "--max-loaded-models", metavar="N…", help="One number, or one per type: llm embedding reranking audio image."
 )
+@click.option(
+    "--client/--no-client",
+    "client",
+    default=None,
+    help="Only use models of other nodes: serve nothing. --no-client takes it back.",
+)
 @click.option("--foreground", is_flag=True, help="Stay in the foreground, as containers and systemd want it.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def up(
-    models: tuple[str, ...], folders: tuple[str, ...], max_loaded_models: str | None, foreground: bool, as_json: bool
+    models: tuple[str, ...],
+    folders: tuple[str, ...],
+    max_loaded_models: str | None,
+    client: bool | None,
+    foreground: bool,
+    as_json: bool,
 ) -> None:
     """Start this node and wait until it answers.
 
     What the options say is written into mesh.toml. On a running node they are applied without a restart.
     """
     node = Node()
-    changes = changes_of(node, models, folders, max_loaded_models)
+    if client and models:
+        raise click.UsageError(CLIENT_WITH_MODEL)
+    changes = changes_of(node, models, folders, max_loaded_models, client)
     if foreground:
         if node.supervised is not None:
             raise StateError("this node is running already; stop it with 'meshctl down' first")
@@ -100,7 +114,11 @@ def up(
 
 
 def changes_of(
-    node: Node, models: Sequence[str], folders: Sequence[str], max_loaded_models: str | None = None
+    node: Node,
+    models: Sequence[str],
+    folders: Sequence[str],
+    max_loaded_models: str | None = None,
+    client: bool | None = None,
 ) -> Changes:
     """What the options mean for ``mesh.toml``. A model given as a file is served from its folder."""
     names, more = [], [str(folder) for folder in folders]
@@ -126,6 +144,8 @@ def changes_of(
     if max_loaded_models is not None:
         limits = parse_limits(max_loaded_models, source="--max-loaded-models")
         changes["models", "max_loaded_models"] = limits[0] if len(limits) == 1 else list(limits)
+    if client is not None:
+        changes["node", "client"] = client
     return changes
 
 
@@ -336,14 +356,21 @@ def endpoint(view: NodeStatus) -> str:
 def first_lines(node: Node, view: NodeStatus) -> list[str]:
     """The endpoint with a curl that works now, then what is loading and for how long."""
     model = next((model.name for model in view.models if model.status == "ready" and model.type == "llm"), None)
-    model = model or next((model.name for model in view.models if model.builtin), None)
+    client = node.config.node.client
+    model = model or next((model.name for model in view.models if model.builtin and not client), None)
     key = ' -H "Authorization: Bearer $MESH_API_KEY"' if load_keys(node.paths.keys_file).keys else ""
     if model is None:
         curl = f"curl{key} {endpoint(view)}/models"
     else:
         body = f'{{"model":"{model}","messages":[{{"role":"user","content":"hello"}}]}}'
         curl = f"curl{key} {endpoint(view)}/chat/completions -H 'Content-Type: application/json' -d '{body}'"
-    return [clean(f"{endpoint(view)}  try: {curl}"), clean(_loading_line(view))]
+    return [clean(f"{endpoint(view)}  try: {curl}"), clean(_client_line(view) if client else _loading_line(view))]
+
+
+def _client_line(view: NodeStatus) -> str:
+    others = sorted({host for model in view.models for host in model.hosts} - {view.node.name})
+    where = f"models are answered by {', '.join(others)}" if others else "no other node serves a model yet"
+    return f"This node is a client, it serves nothing itself; {where}"
 
 
 def _loading_line(view: NodeStatus) -> str:

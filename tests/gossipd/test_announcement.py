@@ -129,6 +129,11 @@ def test_a_node_of_which_nothing_is_known_yet_can_speak() -> None:
     assert (words.state, words.role, words.vram_bytes, words.available_models) == ("idle", "standby", 0, ())
 
 
+def test_a_client_says_so_by_configuration_or_by_grant() -> None:
+    assert said(replace(FULL, client=True), slot("a", "ready")).role == "client"
+    assert said(replace(FULL, grant="client"), slot("a", "ready")).role == "client"
+
+
 def test_the_same_inputs_give_the_same_announcement_whatever_the_order() -> None:
     assert said(FULL, slot("a", "ready"), slot("b", "ready")) == said(FULL, slot("b", "ready"), slot("a", "ready"))
 
