@@ -88,7 +88,7 @@ class StreamOpened:
 
 # -- a node asks another ------------------------------------------------------------------------------------
 
-AdminAction = Literal["logs", "load", "unload", "drain"]
+AdminAction = Literal["logs", "load", "unload", "drain", "probe"]
 
 
 @message
@@ -98,10 +98,51 @@ class AdminRequest:
     peer: PeerId
     action: AdminAction
     subject: str = ""
-    """A model for load and unload, a daemon for logs."""
+    """A model for load and unload, a daemon for logs. ``probe`` (dial me) has none; answer ``PeerProbed``."""
     lines: int = 100
 
 
 @message
 class AdminReply:
     lines: tuple[str, ...] = ()
+
+
+# -- can that node be reached, and can it reach us ----------------------------------------------------------
+
+ProbeSubject = Literal[
+    "token", "name", "route", "container", "tcp", "udp", "mtu", "clock", "version", "mesh", "back"
+]
+ProbeLevel = Literal["ok", "warn", "fail"]
+
+
+@part
+class ProbeCheck:
+    """One condition for two nodes to meet. ``fix`` is one line, empty when all is well."""
+
+    name: ProbeSubject
+    level: ProbeLevel
+    detail: str
+    fix: str = ""
+
+
+@message
+class ProbePeer:
+    """Request to tunneld: try ``addresses``, tell at each step what works, keep no connection. Reply ``PeerProbed``.
+
+    In the mesh the handshakes are those of nodes; with ``root_fingerprint`` of another mesh, those of one that joins.
+    """
+
+    addresses: tuple[str, ...]
+    root_fingerprint: str = ""
+    peer_id: PeerId | None = None
+    back: bool = True
+    """Ask the peer, too, whether it can dial this node."""
+
+
+@message
+class PeerProbed:
+    """Reply to the request above, and of a peer to ``AdminRequest`` ``probe``."""
+
+    checks: tuple[ProbeCheck, ...]
+    back: tuple[ProbeCheck, ...] = ()
+    """What the peer found when it dialled this node."""
