@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Literal
 
@@ -39,11 +39,8 @@ from shared.messages.trust import (
     TrustChanged,
     TrustStatement,
 )
-from shared.peer_ids import public_key_of
 
 FORMAT = 1
-SHORTEST_PART = 4
-"""Characters of a peer id that may stand for all of it, if they are unique."""
 Renewal = Literal["none", "itself", "peer"]
 """Nothing to renew now; this node signs its own certificate; an issuer of the mesh has to."""
 
@@ -328,40 +325,6 @@ class Trust:
         if self.authority is not None and authority:
             self.authority.restore(authority, source)
         self._sync()
-
-
-def find_peer(text: str, names: Mapping[PeerId, str], *, unknown: bool = False) -> PeerId:
-    """The peer that a person means by a name, an id, or a part of one as ``meshctl peers`` shows it.
-
-    ``unknown``: a whole id is taken even if nobody here knows it. Raises: RequestRefused.
-    """
-    text = text.strip()
-    named = [peer_id for peer_id, name in names.items() if name == text]
-    found = named or [peer_id for peer_id in names if peer_id == text]
-    if not found and len(text) >= SHORTEST_PART:
-        start, _, end = text.partition("…")
-        found = [
-            peer_id
-            for peer_id in names
-            if (peer_id.startswith(start) and peer_id.endswith(end) if "…" in text else _is_part(text, peer_id))
-        ]
-    if len(found) == 1:
-        return found[0]
-    if len(found) > 1:
-        ids = ", ".join(sorted(found)[:8])
-        raise RequestRefused("ambiguous_peer", f"{text[:64]!r} could be {len(found)} nodes: {ids}; give a whole id")
-    if unknown:
-        try:
-            public_key_of(text)
-        except SchemaError:
-            pass
-        else:
-            return PeerId(text)
-    raise RequestRefused("no_such_peer", f"no node is called {text[:64]!r}; 'meshctl peers' lists names and ids")
-
-
-def _is_part(text: str, peer_id: PeerId) -> bool:
-    return peer_id.startswith(text) or peer_id.endswith(text)
 
 
 def wanted_identity(stored: MeshIdentity, credentials: Credentials) -> MeshIdentity:

@@ -10,12 +10,11 @@ from cryptography.hazmat.primitives.asymmetric import ed25519
 from services.gossipd.claims import HeldClaim
 from services.gossipd.credentials import Credentials, renewed_by_itself, with_chain
 from services.gossipd.mesh_identity import MeshIdentity
-from services.gossipd.trust import Trust, find_peer, wanted_identity
+from services.gossipd.trust import Trust, wanted_identity
 from shared.certificates import fingerprint, make_csr
 from shared.errors import InviteRefused, MeshError, RequestRefused, StateError
 from shared.ids import InviteId, MeshId, PeerId
 from shared.messages.trust import CreateInvite, Enrolled, RedeemInvite, RenewCertificate, TrustChanged
-from shared.peer_ids import peer_id_of
 from tests.gossipd.test_credentials import DAY, OTHER, OTHER_KEY, UNNAMED, founded, joined
 from tests.shared.test_certificates import NODE_ID, NODE_KEY, NOW
 
@@ -248,37 +247,6 @@ def test_nothing_kept_or_shown_can_redeem_an_invite() -> None:
     secret = token(trust).decode().removeprefix("meshd1.")
     shown = trust.to_json() + repr(trust.message(IDENTITY)) + repr(trust.invites(now_unix_seconds=UNIX))
     assert secret[40:80] not in shown
-
-
-NAMES = {
-    PeerId("12D3KooWaaaaXXXX"): "desk",
-    PeerId("12D3KooWbbbbYYYY"): "server",
-    PeerId("12D3KooWccccYYYY"): "server",
-}
-
-
-@pytest.mark.parametrize("text", ["desk", "12D3KooWaaaaXXXX", "12D3KooWa", "XXXX", "12D3KooW…XXXX", " desk "])
-def test_a_peer_is_found_by_name_or_part_of_its_id(text: str) -> None:
-    assert find_peer(text, NAMES) == "12D3KooWaaaaXXXX"
-
-
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [("server", "ambiguous_peer"), ("12D3", "ambiguous_peer"), ("YYYY", "ambiguous_peer"), ("XX", "no_such_peer")],
-)
-def test_a_peer_that_is_not_clear_is_refused(text: str, code: str) -> None:
-    with pytest.raises(RequestRefused) as caught:
-        find_peer(text, NAMES)
-    assert code_of(caught) == code
-
-
-def test_a_whole_id_may_be_unknown_here() -> None:
-    stranger = peer_id_of(bytes(32))
-    assert find_peer(stranger, NAMES, unknown=True) == stranger
-    with pytest.raises(RequestRefused):
-        find_peer(stranger, NAMES)
-    with pytest.raises(RequestRefused):
-        find_peer("12D3KooWnonsense", NAMES, unknown=True)
 
 
 def test_after_a_crash_between_two_files_the_credentials_count() -> None:

@@ -33,7 +33,7 @@ from services.gossipd.joining import (
 )
 from services.gossipd.joining import Stimulus as JoinStimulus
 from services.gossipd.membership import DrainAsked
-from services.gossipd.trust import Trust, find_peer
+from services.gossipd.trust import Trust
 from shared import codec
 from shared.certificates import make_issuer_csr
 from shared.errors import CertificateRefused, InviteRefused, MeshError, RequestRefused
@@ -66,6 +66,7 @@ from shared.messages.trust import (
 )
 from shared.messages.tunnel import FromPeer, LinkChanged
 from shared.paths import NodePaths
+from shared.peer_names import find_peer
 
 ENROLL_SECONDS = 50.0
 """tunneld tries every address of a token within it; meshctl waits a little longer."""

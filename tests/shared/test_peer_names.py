@@ -1,0 +1,40 @@
+"""shared.peer_names: a node is found by what a person sees of it, or the doubt is named."""
+
+from __future__ import annotations
+
+import pytest
+
+from shared.errors import RequestRefused
+from shared.ids import PeerId
+from shared.peer_ids import peer_id_of
+from shared.peer_names import find_peer
+
+NAMES = {
+    PeerId("12D3KooWaaaaXXXX"): "desk",
+    PeerId("12D3KooWbbbbYYYY"): "server",
+    PeerId("12D3KooWccccYYYY"): "server",
+}
+
+
+@pytest.mark.parametrize("text", ["desk", "12D3KooWaaaaXXXX", "12D3KooWa", "XXXX", "12D3KooW…XXXX", " desk "])
+def test_a_peer_is_found_by_name_or_part_of_its_id(text: str) -> None:
+    assert find_peer(text, NAMES) == "12D3KooWaaaaXXXX"
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [("server", "ambiguous_peer"), ("12D3", "ambiguous_peer"), ("YYYY", "ambiguous_peer"), ("XX", "no_such_peer")],
+)
+def test_a_peer_that_is_not_clear_is_refused(text: str, code: str) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        find_peer(text, NAMES)
+    assert caught.value.code == code
+
+
+def test_a_whole_id_may_be_unknown_here() -> None:
+    stranger = peer_id_of(bytes(32))
+    assert find_peer(stranger, NAMES, unknown=True) == stranger
+    with pytest.raises(RequestRefused):
+        find_peer(stranger, NAMES)
+    with pytest.raises(RequestRefused):
+        find_peer("12D3KooWnonsense", NAMES, unknown=True)
