@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+from dataclasses import dataclass
 
 from services.tunneld.io.stream import TunnelStream, bounded_reason
 from services.tunneld.rtt import WindowedMinimum
@@ -16,6 +17,16 @@ SILENT_SECONDS = 5.0
 """A connection without a sign of life for so long is lost. Longer than any pause of a busy small machine."""
 STREAM_LIMIT = 512
 """Streams that a peer may have open here at once, over TCP; QUIC allows 128."""
+
+
+@dataclass(frozen=True, slots=True)
+class Greeted:
+    """What a probe learns: both ends verified each other and greeted, and no connection came of it."""
+
+    peer: VerifiedPeer
+    version: str
+    """Of the peer's meshd; "" if it does not say."""
+    observed_address: str
 
 
 class Connection(abc.ABC):

@@ -31,7 +31,9 @@ class Credentials:
     def judge(self, chain: Sequence[x509.Certificate], now: datetime.datetime | None = None) -> VerifiedPeer:
         """Who presented ``chain``; the root may be part of it. Raises: CertificateRefused."""
         presented = list(chain)
-        if len(presented) == 3 and presented[2] == self.root:
+        if len(presented) == 3:
+            if presented[2] != self.root:
+                raise CertificateRefused("the node is of another mesh: the root it shows is not this mesh's")
             presented.pop()
         moment = now or datetime.datetime.now(datetime.UTC)
         return verify_chain(presented, self.root, mesh_id=self.mesh_id, now=moment, banned=self.banned)

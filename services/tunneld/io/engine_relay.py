@@ -41,8 +41,8 @@ SILENT_SECONDS = 2.0
 """Silence where bytes are due after which launcherd is asked to probe the engine."""
 READ_BYTES = 256 * 1024
 LONGEST_DEADLINE_SECONDS = 24 * 3600.0
-QUEUE_PARTS = 4
-"""Of a request's body, waiting for the engine: at most a MiB."""
+QUEUE_PARTS = 2
+"""Of a request's body, waiting for the engine, ``READ_BYTES`` each: less than a MiB with what is on its way."""
 END_SECONDS = 5.0
 Result = TypeVar("Result")
 
@@ -105,7 +105,7 @@ class EngineRelay:
             await exchange.stream.write(encode_frame(codec.encode(refused)))
             await exchange.stream.finish()
             await exchange.until_end()
-        except (StreamLost, _PeerGone):
+        except (StreamLost, RequestRefused):
             return
         finally:
             exchange.close()
@@ -113,6 +113,7 @@ class EngineRelay:
     # -- the request --------------------------------------------------------------------------------------------------
 
     async def _request(self, exchange: _Exchange, lease: Lease) -> None:
+        exchange.opened = True
         await exchange.stream.write(encode_frame(codec.encode(StreamOpened())))
         async with asyncio.timeout(HEAD_SECONDS):
             head = await exchange.head()
@@ -142,10 +143,10 @@ class EngineRelay:
             writer.write(head.for_engine(urlsplit(lease.base_url).netloc.encode("ascii"), lease.api_key))
             async for part in exchange.body(head.content_length):
                 writer.write(part)
-                await writer.drain()
+                await self._from_engine(writer.drain(), lease)
             answer = _AnswerEnd()
             while not answer.complete:
-                data = await self._from_engine(reader, lease)
+                data = await self._from_engine(reader.read(READ_BYTES), lease)
                 if not data:
                     answer.ended()
                     break
@@ -159,20 +160,23 @@ class EngineRelay:
             self._engine_failed(lease, "closed the connection in the middle of its answer", broken=True)
             stream.abort("the engine closed the connection in the middle of its answer")
             return
+        # The engine is free, however long the asking side takes to end.
+        self._leases.release(lease)
         await stream.finish()
         exchange.answered = True
         await exchange.until_end()
 
-    async def _from_engine(self, reader: asyncio.StreamReader, lease: Lease) -> bytes:
-        reading = asyncio.ensure_future(reader.read(READ_BYTES))
+    async def _from_engine(self, work: Coroutine[Any, Any, Result], lease: Lease) -> Result:
+        """What the engine does; while it does nothing, launcherd is asked to probe it. Raises: OSError."""
+        task = asyncio.ensure_future(work)
         try:
             while True:
-                done, _ = await asyncio.wait([reading], timeout=SILENT_SECONDS)
+                done, _ = await asyncio.wait([task], timeout=SILENT_SECONDS)
                 if done:
-                    return reading.result()
+                    return task.result()
                 self._leases.suspect(lease, f"silent for {SILENT_SECONDS:g} s", broken=False)
         finally:
-            reading.cancel()
+            task.cancel()
 
     def _engine_failed(self, lease: Lease, detail: str, *, broken: bool) -> None:
         self._count("engines_failed")
@@ -180,11 +184,17 @@ class EngineRelay:
 
 
 class _Exchange:
-    """What comes from the asking node, and whether it is still there."""
+    """What comes from the asking node, and whether it is still there.
+
+    Its leaving shows only where its stream is read. So what is not due ends the request: in a full queue it would stop
+    the reading, and with it hide the end.
+    """
 
     def __init__(self, stream: TunnelStream, first: bytes) -> None:
         self.stream = stream
+        self.opened = False
         self.answered = False
+        self._whole = False
         self._parts: asyncio.Queue[bytes] = asyncio.Queue(maxsize=QUEUE_PARTS)
         if first:
             self._parts.put_nowait(first)
@@ -192,17 +202,24 @@ class _Exchange:
         self._reader = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
-        """Until the other side's direction ends, which it does only once it has its answer. Raises: StreamLost."""
+        """Until the other side's direction ends, which it does only once it has its answer. Raises: StreamLost, RequestRefused."""
         while data := await self.stream.read():
+            if self._whole:
+                raise RequestRefused("bad_request", "more bytes came than the Content-Length says")
+            if not self.opened and self._parts.full():
+                raise RequestRefused("bad_request", "too many bytes came before there was a place for the request")
             await self._parts.put(data)
 
     async def unless_gone(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The work's result; it is cancelled when nobody waits for it any more. Raises: _PeerGone, and as the work."""
+        """The work's result; it is cancelled when nobody waits for it any more.
+
+        Raises: _PeerGone, RequestRefused for bytes that were not due, and as the work.
+        """
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait([task, self._reader], return_when=asyncio.FIRST_COMPLETED)
             if not task.done() and not self.answered:
-                raise _PeerGone
+                raise self._why_gone()
             return await task
         finally:
             if not task.done():
@@ -231,16 +248,26 @@ class _Exchange:
                 left -= len(data)
                 yield data
             if left == 0:
+                self._whole = True
+                if not self._parts.empty():
+                    raise RequestRefused("bad_request", "more bytes came than the Content-Length says")
                 return
             data = await self._next()
 
+    def _why_gone(self) -> Exception:
+        error = None if self._reader.cancelled() else self._reader.exception()
+        return error if isinstance(error, RequestRefused) else _PeerGone()
+
     async def _next(self) -> bytes:
         if self._parts.empty() and self._reader.done():
-            raise _PeerGone
+            raise self._why_gone()
         return await self.unless_gone(self._parts.get())
 
     async def until_end(self) -> None:
-        """The other side's end, so that what carries the stream can carry the next one. Raises: StreamLost."""
+        """The other side's end, so that what carries the stream can carry the next one.
+
+        Raises: StreamLost, RequestRefused.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_SECONDS):
                 await asyncio.shield(self._reader)

@@ -24,7 +24,7 @@ from aioquic.quic.connection import QuicConnection
 from aioquic.quic.packet import QuicPacketType, encode_quic_version_negotiation, pull_quic_header
 from cryptography import x509
 
-from services.tunneld.io.connection import SILENT_SECONDS, Connection
+from services.tunneld.io.connection import SILENT_SECONDS, Connection, Greeted
 from services.tunneld.io.credentials import Credentials
 from services.tunneld.io.quic_link import WINDOW_BYTES, QuicLink, request_client_certificate
 from services.tunneld.io.quic_peers import ENROLL_ALPN, MESH_ALPN, EnrollClient, MeshPeer, ServerSide
@@ -116,6 +116,46 @@ class QuicEndpoint(asyncio.DatagramProtocol):
                 # Else it is a connection already, and has been reported.
                 link.close("no longer wanted")
             raise
+
+    async def probe(self, address: Address, expected: PeerId | None) -> Greeted:
+        """Greet like a node that dials, and hang up: neither end reports a connection.
+
+        Raises: PeerUnreachable, CertificateRefused.
+        """
+        credentials = self.credentials()
+        if credentials is None:
+            raise PeerUnreachable("this node is in no mesh, so nobody would accept it")
+        configuration = self._configuration(credentials, is_client=True)
+        configuration.alpn_protocols = [MESH_ALPN]
+        remote = await self._resolve(address)
+        peer = MeshPeer(self, credentials, str(address.without_peer()), expected, probing=True)
+        link = self._begin(configuration, peer, remote)
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                return await asyncio.shield(peer.greeted)
+        except TimeoutError:
+            raise PeerUnreachable(f"no answer over UDP within {DIAL_SECONDS:g} s") from None
+        finally:
+            link.close("it was only a probe")
+
+    async def probe_enroll(self, address: Address, root_fingerprint: str) -> None:
+        """Whether a node of that mesh takes those who join; nothing is asked of it.
+
+        Raises: PeerUnreachable, CertificateRefused.
+        """
+        configuration = self._configuration(None, is_client=True)
+        configuration.alpn_protocols = [ENROLL_ALPN]
+        remote = await self._resolve(address)
+        client = EnrollClient(root_fingerprint, probing=True)
+        link = self._begin(configuration, client, remote)
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                await asyncio.shield(client.verified)
+        except TimeoutError:
+            raise PeerUnreachable(f"no answer over UDP within {DIAL_SECONDS:g} s") from None
+        finally:
+            link.close("it was only a probe")
+            self.forget(link)
 
     async def dial_enroll(self, address: Address, root_fingerprint: str) -> TunnelStream:
         """A stream to a node whose chain ends in the root of that fingerprint, without a certificate of ours.

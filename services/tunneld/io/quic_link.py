@@ -283,7 +283,8 @@ class QuicLink:
         while (event := self.quic.next_event()) is not None:
             match event:
                 case events.ConnectionIdIssued(connection_id=connection_id):
-                    if self.on_id_issued is not None:
+                    # Events of a packet go on after one of them ended the link; its ids are nobody's any more.
+                    if self.on_id_issued is not None and not self._ended:
                         self.on_id_issued(connection_id)
                 case events.ConnectionIdRetired(connection_id=connection_id):
                     if self.on_id_retired is not None:

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
 
 from services.tunneld.framing import FrameReader, encode_frame
-from services.tunneld.io.connection import PING_SECONDS, SILENT_SECONDS, STREAM_LIMIT, Connection
+from services.tunneld.io.connection import PING_SECONDS, SILENT_SECONDS, STREAM_LIMIT, Connection, Greeted
 from services.tunneld.io.credentials import Credentials
 from services.tunneld.io.quic_link import QuicLink, QuicStream
 from services.tunneld.io.stream import TunnelStream
@@ -135,12 +136,25 @@ class _Side:
 
 
 class MeshPeer(_Side):
-    """A node that this one dials. ``ready`` becomes its connection, or why there is none."""
+    """A node that this one dials. ``ready`` becomes its connection, or why there is none.
 
-    def __init__(self, endpoint: QuicEndpoint, credentials: Credentials, remote: str, expected: PeerId | None) -> None:
+    With ``probing`` it is only greeted, and ``greeted`` becomes what it said; there is no connection then.
+    """
+
+    def __init__(
+        self,
+        endpoint: QuicEndpoint,
+        credentials: Credentials,
+        remote: str,
+        expected: PeerId | None,
+        *,
+        probing: bool = False,
+    ) -> None:
         super().__init__(endpoint, credentials, remote, dialled_here=True)
         self.ready: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+        self.greeted: asyncio.Future[Greeted] = asyncio.get_running_loop().create_future()
         self._expected = expected
+        self._probing = probing
         self._greeter: asyncio.Task[None] | None = None
 
     def handshake_done(self, alpn: str, chain: list[x509.Certificate]) -> None:
@@ -150,7 +164,7 @@ class MeshPeer(_Side):
             if self._expected is not None and self.peer.peer_id != self._expected:
                 raise CertificateRefused(f"{self.peer.peer_id} answers there, not {self._expected}")
         except CertificateRefused as error:
-            _fail(self.ready, error)
+            self._fail(error)
             self.link.close(error.detail, REFUSED)
             return
         self.link.accepted = True
@@ -159,21 +173,30 @@ class MeshPeer(_Side):
 
     async def _greet(self, stream: QuicStream) -> None:
         try:
-            await stream.write(_greeting(self._remote))
+            await stream.write(_greeting(self._remote, probe=self._probing))
             await stream.finish()
             answer = await _read_greeting(stream)
         except MeshError as error:
             if self.link is not None:
                 self.link.close(f"no greeting: {error.detail}")
             return
-        connection = self.welcome(answer)
+        if self._probing:
+            assert self.peer is not None
+            if not self.greeted.done():
+                self.greeted.set_result(Greeted(self.peer, answer.version, answer.observed))
+            return
+        connection = self.welcome(answer.observed)
         if not self.ready.done():
             self.ready.set_result(connection)
+
+    def _fail(self, error: MeshError) -> None:
+        _fail(self.ready, error)
+        _fail(self.greeted, error)
 
     def link_ended(self, reason: str, code: int) -> None:
         refused = TLS_ALERT <= code <= 0x1FF
         words = f"it refuses this node: {reason}" if refused else reason
-        _fail(self.ready, CertificateRefused(words) if refused else PeerUnreachable(words))
+        self._fail(CertificateRefused(words) if refused else PeerUnreachable(words))
         self.over(words)
 
 
@@ -237,15 +260,18 @@ class ServerSide(_Side):
 
     async def _greet(self, stream: QuicStream) -> None:
         try:
-            observed = await _read_greeting(stream)
+            greeting = await _read_greeting(stream)
             await stream.write(_greeting(self._remote))
             await stream.finish()
         except MeshError as error:
             if self.link is not None:
                 self.link.close(f"no greeting: {error.detail}")
             return
+        if greeting.probe:
+            # It hangs up once it has read the answer; if not, the timer does.
+            return
         self._greeted()
-        self.welcome(observed)
+        self.welcome(greeting.observed)
 
     def link_ended(self, reason: str, code: int) -> None:
         self._greeted()
@@ -253,23 +279,30 @@ class ServerSide(_Side):
 
 
 class EnrollClient:
-    """This node without a certificate, at a node that may give it one. ``ready`` becomes the stream."""
+    """This node without a certificate, at a node that may give it one. ``ready`` becomes the stream.
 
-    def __init__(self, root_fingerprint: str) -> None:
+    ``verified`` is done once the node has shown the pinned root; with ``probing`` no stream is opened then.
+    """
+
+    def __init__(self, root_fingerprint: str, *, probing: bool = False) -> None:
         self.link: QuicLink | None = None
         self.ready: asyncio.Future[TunnelStream] = asyncio.get_running_loop().create_future()
+        self.verified: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._root_fingerprint = root_fingerprint
+        self._probing = probing
 
     def handshake_done(self, alpn: str, chain: list[x509.Certificate]) -> None:
         assert self.link is not None
         try:
             check_pinned(chain, self._root_fingerprint)
         except CertificateRefused as error:
-            _fail(self.ready, error)
+            self._fail(error)
             self.link.close(error.detail, REFUSED)
             return
         self.link.accepted = True
-        if not self.ready.done():
+        if not self.verified.done():
+            self.verified.set_result(None)
+        if not self.ready.done() and not self._probing:
             self.ready.set_result(self.link.open_stream())
 
     def stream_came(self, stream: QuicStream) -> None:
@@ -283,7 +316,11 @@ class EnrollClient:
         """An enrolment is too short for that."""
 
     def link_ended(self, reason: str, code: int) -> None:
-        _fail(self.ready, PeerUnreachable(reason))
+        self._fail(PeerUnreachable(reason))
+
+    def _fail(self, error: MeshError) -> None:
+        _fail(self.ready, error)
+        _fail(self.verified, error)
 
 
 def check_pinned(chain: list[x509.Certificate], root_fingerprint: str) -> VerifiedPeer:
@@ -299,13 +336,22 @@ def check_pinned(chain: list[x509.Certificate], root_fingerprint: str) -> Verifi
     return verify_chain(chain[:2], chain[2], mesh_id=mesh_id, now=datetime.datetime.now(datetime.UTC))
 
 
-def _greeting(seen: str) -> bytes:
-    """``seen``: where the other one is seen from here."""
-    return encode_frame(codec.pack({"v": GREETING_VERSION, "version": VERSION, "observed": seen}))
+@dataclass(frozen=True, slots=True)
+class _Greeting:
+    observed: str
+    """Where the peer sees us."""
+    version: str
+    probe: bool
 
 
-async def _read_greeting(stream: QuicStream) -> str:
-    """What the peer says of our address. Raises: StreamLost, SchemaError."""
+def _greeting(seen: str, *, probe: bool = False) -> bytes:
+    """``seen``: where the other one is seen from here. ``probe``: this is all, no connection shall come of it."""
+    said: dict[str, Any] = {"v": GREETING_VERSION, "version": VERSION, "observed": seen}
+    return encode_frame(codec.pack({**said, "probe": True} if probe else said))
+
+
+async def _read_greeting(stream: QuicStream) -> _Greeting:
+    """Raises: StreamLost, SchemaError."""
     reader = FrameReader(GREETING_LIMIT_BYTES)
     while True:
         data = await stream.read()
@@ -317,8 +363,11 @@ async def _read_greeting(stream: QuicStream) -> str:
     message: Any = codec.unpack(frames[0])
     if not isinstance(message, dict) or message.get("v") != GREETING_VERSION:
         raise SchemaError(f"this node greets in version {GREETING_VERSION}; update the older node")
-    observed = message.get("observed")
-    return observed if isinstance(observed, str) and len(observed) <= 256 else ""
+    return _Greeting(_text(message.get("observed")), _text(message.get("version")), message.get("probe") is True)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) and len(value) <= 256 else ""
 
 
 def _fail(ready: asyncio.Future[Any], error: MeshError) -> None:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from services.tunneld.io.connection import PING_SECONDS, SILENT_SECONDS, STREAM_LIMIT, Connection
+from services.tunneld.io.connection import PING_SECONDS, SILENT_SECONDS, STREAM_LIMIT, Connection, Greeted
 from services.tunneld.io.credentials import Credentials, presented_chain
 from services.tunneld.io.stream import TunnelStream, bounded_reason
 from services.tunneld.io.tls_socket import Message, TlsSocket, TlsStream
@@ -291,11 +291,17 @@ class TlsEndpoint:
         link = os.urandom(12).hex()
         carrier, peer, answer = await self._greet(address, expected, "control", link)
         connection = TlsConnection(
-            self, carrier, peer, address.without_peer(), link, _observed(answer), dialled_here=True
+            self, carrier, peer, address.without_peer(), link, _text(answer, "observed"), dialled_here=True
         )
         self._connections[peer.peer_id, link] = connection
         self._on_connection(connection)
         return connection
+
+    async def probe(self, address: Address, expected: PeerId | None) -> Greeted:
+        """Greet and hang up: neither end reports a connection. Raises: PeerUnreachable, CertificateRefused."""
+        carrier, peer, answer = await self._greet(address, expected, "probe", os.urandom(12).hex())
+        carrier.close()
+        return Greeted(peer, _text(answer, "version"), _text(answer, "observed"))
 
     async def dial_socket(self, address: Address, expected: PeerId, kind: str, link: str) -> TlsSocket:
         """Another socket of a link. Raises: PeerUnreachable, CertificateRefused."""
@@ -416,9 +422,13 @@ class TlsEndpoint:
         if greeting.get("v") != GREETING_VERSION or not isinstance(link, str) or len(link) > 64:
             raise CertificateRefused(f"this node greets in version {GREETING_VERSION}; update the older node")
         key = (peer.peer_id, link)
-        if kind == "control" and key not in self._connections:
+        if kind == "probe":
             carrier.send_message(answer)
-            connection = TlsConnection(self, carrier, peer, remote, link, _observed(greeting), dialled_here=False)
+            carrier.close()
+        elif kind == "control" and key not in self._connections:
+            carrier.send_message(answer)
+            seen = _text(greeting, "observed")
+            connection = TlsConnection(self, carrier, peer, remote, link, seen, dialled_here=False)
             self._connections[key] = connection
             self._on_connection(connection)
         elif kind in ("mine", "yours") and key in self._connections:
@@ -456,9 +466,9 @@ def _address_of(carrier: TlsSocket) -> Address:
     return Address("ip6" if ":" in host else "ip4", host, int(name[1]), "tcp")
 
 
-def _observed(answer: Message) -> str:
-    observed = answer.get("observed")
-    return observed if isinstance(observed, str) and len(observed) <= 256 else ""
+def _text(said: Message, what: str) -> str:
+    value = said.get(what)
+    return value if isinstance(value, str) and len(value) <= 256 else ""
 
 
 def _check_answer(answer: Message) -> None:

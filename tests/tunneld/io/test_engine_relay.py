@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,9 +35,9 @@ def chat(**fields: Any) -> bytes:
 
 
 @pytest.fixture(scope="module")
-def node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LauncherNode]:
+def node() -> Iterator[LauncherNode]:
     """A launcherd with a scripted engine, shared: each test leaves the script as it found it."""
-    home = Path("/tmp") / tmp_path_factory.mktemp("relay").name
+    home = Path(tempfile.mkdtemp(prefix="relay-", dir="/tmp"))  # Short: unix sockets live below it.
     NodePaths(home).prepare()
     folder = home / "models"
     folder.mkdir()

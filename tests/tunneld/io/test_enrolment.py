@@ -139,3 +139,18 @@ async def test_nonsense_from_strangers_is_refused_and_counted(wire: bytes) -> No
         with pytest.raises(StreamLost):
             await stream.read()
         assert counts == {"enrolments_failed": 1}
+
+
+@bounded
+async def test_a_probe_asks_for_nothing() -> None:
+    counts: Counter[str] = Counter()
+    async with end_nodes("quic", None, MESH.credentials(), MESH.credentials()) as (joiner, issuer, member):
+        desk(issuer, admit, counts)
+        await dialler(joiner).probe_enroll(issuer.address, PIN)
+        with pytest.raises(CertificateRefused, match="another mesh than the token"):
+            await dialler(joiner).probe_enroll(issuer.address, fingerprint(TestMesh("mesh-2").root))
+        with pytest.raises(PeerUnreachable) as refused:
+            await dialler(joiner).probe_enroll(member.address, PIN)
+        print(refused.value.detail)
+        assert not counts
+        assert not dialler(joiner)._links

@@ -16,6 +16,7 @@ from services.tunneld.io.stream import HIGH_WATER_BYTES
 from shared.errors import CertificateRefused, PeerUnreachable, StreamLost
 from shared.ids import PeerId
 from shared.multiaddrs import Address, Transport
+from shared.version import VERSION
 from tests.tunneld.bounded import bounded, until
 from tests.tunneld.meshes import NOW, EndNode, TestMesh, end_nodes, peer_of, read_all
 
@@ -330,3 +331,34 @@ async def test_round_trips_are_measured(transport: Transport) -> None:
         connection = await a.dial(b)
         await until(lambda: connection.rtt_seconds() is not None)
         assert 0 < (connection.rtt_seconds() or 0) < 1
+
+
+@BOTH
+@bounded
+async def test_a_probe_greets_and_leaves_no_connection(transport: Transport) -> None:
+    async with end_nodes(transport, MESH.credentials(), MESH.credentials(grant="client")) as (a, b):
+        greeted = await a.endpoint.probe(b.address, b.peer_id)
+        assert (greeted.peer.peer_id, greeted.peer.grant, greeted.version) == (b.peer_id, "client", VERSION)
+        assert greeted.observed_address.startswith("/ip4/127.0.0.1/")
+        connection = await a.dial(b)
+        assert (await b.connections.get()).peer.peer_id == a.peer_id
+        assert a.connections.empty()
+        assert b.connections.empty()
+        assert not connection.closed.done()
+
+
+@BOTH
+@bounded
+async def test_a_probe_says_why_there_would_be_no_connection(transport: Transport) -> None:
+    other = TestMesh("mesh-2")
+    async with end_nodes(transport, MESH.credentials(), other.credentials(), MESH.credentials()) as (a, b, c):
+        with pytest.raises(CertificateRefused, match="of another mesh"):
+            await a.endpoint.probe(b.address, None)
+        with pytest.raises(CertificateRefused, match="answers there, not"):
+            await a.endpoint.probe(c.address, b.peer_id)
+        c.credentials = None
+        with pytest.raises(PeerUnreachable):
+            await a.endpoint.probe(c.address, None)
+        a.credentials = None
+        with pytest.raises(PeerUnreachable, match="in no mesh"):
+            await a.endpoint.probe(b.address, None)
