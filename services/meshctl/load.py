@@ -10,6 +10,7 @@ import click
 
 from services.meshctl.completion import complete_model
 from services.meshctl.config_file import update_config
+from services.meshctl.elsewhere import NotOnAnotherNode, ask_node, on_node, other_node
 from services.meshctl.node import Node, run, survey
 from services.meshctl.output import Waiting, clean, print_json, progress
 from services.meshctl.reload import reload_daemons
@@ -29,13 +30,21 @@ LOOK_SECONDS = 0.3
     "--ctx", "context_tokens", type=click.IntRange(min=0), default=0, help="Context over all requests, tokens."
 )
 @click.option("--parallel", type=click.IntRange(min=0), default=0, help="Requests it works on at once.")
+@on_node
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def load(model: str, context_tokens: int, parallel: int, as_json: bool) -> None:
+def load(model: str, context_tokens: int, parallel: int, where: str | None, as_json: bool) -> None:
     """Load MODEL on this node and wait until it is ready.
 
-    With the same options on a loaded model nothing happens; with others it is loaded again.
+    With the same options on a loaded model nothing happens; with others it is loaded again. With --node the other node
+    is asked to load it, with its own settings, and it is not waited for.
     """
     node = Node()
+    peer_id = other_node(node, where)
+    if peer_id is not None:
+        if context_tokens or parallel:
+            raise NotOnAnotherNode("--ctx and --parallel are for this node; another node loads with its own settings")
+        _say(where, model, ask_node(node, peer_id, "load", model), as_json, hint="'meshctl ps' shows when it is ready")
+        return
     loaded = load_model(node, model, context_tokens=context_tokens, parallel=parallel)
     if as_json:
         print_json(
@@ -52,6 +61,17 @@ def load(model: str, context_tokens: int, parallel: int, as_json: bool) -> None:
         click.echo(
             f"{clean(loaded.model)} is ready, loaded in {loaded.load_seconds:.1f} s. Next: {_next(node, loaded.model)}"
         )
+
+
+def _say(where: str | None, model: str | None, lines: tuple[str, ...], as_json: bool, hint: str = "") -> None:
+    """What another node answered."""
+    if as_json:
+        print_json({"node": where, "model": model, "detail": "; ".join(lines)})
+        return
+    for line in lines:
+        click.echo(clean(f"{where}: {line}"))
+    if hint:
+        progress(hint)
 
 
 def _next(node: Node, model: ModelName) -> str:
@@ -120,10 +140,15 @@ async def _state(node: Node, model: str) -> str:
 
 @click.command()
 @click.argument("model", required=False, shell_complete=complete_model)
+@on_node
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def unload(model: str | None, as_json: bool) -> None:
+def unload(model: str | None, where: str | None, as_json: bool) -> None:
     """Unload MODEL, or every model. Requests that are running finish first."""
     node = Node()
+    peer_id = other_node(node, where)
+    if peer_id is not None:
+        _say(where, model, ask_node(node, peer_id, "unload", model or ""), as_json)
+        return
     node.running()
     request = UnloadModel(model=ModelName(model) if model else None)
     reply = _ask_and_watch(node, request, model or "")

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import click
 
+from services.meshctl.elsewhere import NotOnAnotherNode, ask_node, on_node, other_node
 from services.meshctl.node import Node
 from services.meshctl.output import clean
 from shared.errors import MeshError
-from shared.ids import DAEMONS, ModelName
+from shared.ids import DAEMONS, ModelName, PeerId
 
 NAMES = (*DAEMONS, "keeper", "supervisord")
 BLOCK_BYTES = 64 * 1024
@@ -29,12 +30,18 @@ class NoLog(MeshError):
 @click.argument("names", nargs=-1, metavar="[NAME]... | engine MODEL")
 @click.option("--follow", "-f", is_flag=True, help="Keep printing what is added.")
 @click.option("-n", "--lines", type=click.IntRange(min=0), default=50, show_default=True, help="Lines to begin with.")
-def logs(names: tuple[str, ...], follow: bool, lines: int) -> None:
+@on_node
+def logs(names: tuple[str, ...], follow: bool, lines: int, where: str | None) -> None:
     """Print logs: of the daemons named, or of all, oldest line first.
 
-    Also 'keeper' and 'supervisord', and 'engine MODEL' for the log of a model's newest engine.
+    Also 'keeper' and 'supervisord', and 'engine MODEL' for the log of a model's newest engine. Of another node (--node)
+    the daemons' newest lines.
     """
     node = Node()
+    peer_id = other_node(node, where)
+    if peer_id is not None:
+        _of_another(node, peer_id, names, follow, lines)
+        return
     if names and names[0] == "engine":
         if len(names) != 2:
             raise click.UsageError("give one model: meshctl logs engine MODEL")
@@ -55,6 +62,20 @@ def logs(names: tuple[str, ...], follow: bool, lines: int) -> None:
             _echo(line, name if many else "")
         sys.stdout.flush()
         time.sleep(POLL_SECONDS)
+
+
+def _of_another(node: Node, peer_id: PeerId, names: tuple[str, ...], follow: bool, lines: int) -> None:
+    """Raises: NotOnAnotherNode, RequestRefused with the other node's words."""
+    if follow or any(name not in DAEMONS for name in names):
+        what = "--follow" if follow else next(name for name in names if name not in DAEMONS)
+        raise NotOnAnotherNode(
+            f"{what} is for this node; another node shows the newest lines of {', '.join(DAEMONS)}. "
+            "Run 'meshctl logs' on that machine for the rest"
+        )
+    wanted = list(dict.fromkeys(names or DAEMONS))
+    found = [(name, list(ask_node(node, peer_id, "logs", name, lines=lines))) for name in wanted]
+    for name, line in merged(found)[-lines:] if lines else []:
+        _echo(line, name if len(wanted) > 1 else "")
 
 
 def merged(files: list[tuple[str, list[str]]]) -> list[tuple[str, str]]:

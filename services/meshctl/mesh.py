@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from services.meshctl.elsewhere import ask_node, on_node, other_node
 from services.meshctl.node import Node, run, survey
 from services.meshctl.output import Waiting, clean, print_json, progress
 from services.meshctl.up import CLIENT_WITH_MODEL, bring_up, changes_of, endpoint
@@ -179,10 +180,17 @@ def leave(as_json: bool) -> None:
 
 @click.command()
 @click.option("--off", is_flag=True, help="Take requests again.")
+@on_node
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def drain(off: bool, as_json: bool) -> None:
+def drain(off: bool, where: str | None, as_json: bool) -> None:
     """Take no new requests from other nodes; running ones finish."""
-    done = Node().ask("gossipd", DrainNode(off=off), deadline_seconds=10.0)
+    node = Node()
+    peer_id = other_node(node, where)
+    if peer_id is not None:
+        said = "; ".join(ask_node(node, peer_id, "drain", "off" if off else ""))
+        _say(Done(detail=f"{where}: {said}"), as_json)
+        return
+    done = node.ask("gossipd", DrainNode(off=off), deadline_seconds=10.0)
     assert isinstance(done, Done)
     _say(done, as_json)
 
