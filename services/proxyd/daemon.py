@@ -26,7 +26,7 @@ from services.proxyd.worker_life import WorkerLife
 from shared import codec
 from shared.config import NodeConfig, changed_keys, is_loopback, load_config
 from shared.errors import DaemonUnreachable, RequestRefused
-from shared.ids import BootId, HolderId, ModelName
+from shared.ids import BootId, HolderId, ModelName, PeerId
 from shared.io import log
 from shared.io.bus import BusClient, BusServer, Mirror
 from shared.io.daemon_process import supervisor_from_environment
@@ -42,7 +42,7 @@ from shared.messages.daemon import (
     StoryEntry,
 )
 from shared.messages.mesh import CountUnserved, ModelSpeed, ProxyChanged
-from shared.messages.models import ModelPlaced, PlaceModel
+from shared.messages.models import ModelPlaced, PlaceModel, RoutesChanged
 from shared.paths import NodePaths
 
 NAME = "proxyd"
@@ -201,11 +201,15 @@ class Worker:
             self._view.replace(daemon, messages)
             if daemon == "launcherd":
                 self._leases.on_snapshot(messages)
+            elif daemon == "electiond":
+                self._inference.note_hosts()
 
         def on_message(message: codec.Message) -> None:
             self._view.apply(message)
             if daemon == "launcherd":
                 self._leases.on_message(message)
+            elif isinstance(message, RoutesChanged):
+                self._inference.note_hosts()
 
         def on_new_boot(_boot: BootId) -> None:
             self._heard(daemon)
@@ -214,8 +218,8 @@ class Worker:
 
         return Mirror(daemon, self.paths, on_snapshot, on_message, on_new_boot)
 
-    async def _place(self, model: ModelName) -> ModelPlaced:
-        reply = await self._electiond.request(PlaceModel(model=model), deadline_seconds=PLACE_SECONDS)
+    async def _place(self, model: ModelName, avoid: tuple[PeerId, ...]) -> ModelPlaced:
+        reply = await self._electiond.request(PlaceModel(model=model, avoid=avoid), deadline_seconds=PLACE_SECONDS)
         if not isinstance(reply, ModelPlaced):
             raise DaemonUnreachable(f"electiond answered {type(reply).__name__} instead of a place for {model}")
         return reply

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from services.proxyd.requests_log import RequestRecord
-from shared.ids import ModelName
+from shared.ids import ModelName, PeerId
 from shared.messages.models import ModelPlaced
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -53,7 +53,9 @@ class MetricsSink(Protocol):
         ...
 
 
-Place = Callable[[ModelName], Awaitable[ModelPlaced]]
-"""Asks electiond where the model shall run. Raises: RequestRefused, DaemonUnreachable."""
+Place = Callable[[ModelName, tuple[PeerId, ...]], Awaitable[ModelPlaced]]
+"""Asks electiond where the model shall run; the second argument names nodes that were tried in vain.
+
+Raises: RequestRefused, DaemonUnreachable."""
 Idle = Callable[[], bool]
 """Whether the node has no ``mesh.toml``."""

@@ -106,6 +106,8 @@ class MeshView:
         self._inventory: dict[ModelName, LocalModel] | None = None
         self._scanning = True
         self._merged: dict[ModelName, MeshModel] = {}
+        self._local_names: dict[ModelName, ModelName] = {}
+        self._mesh_names: dict[ModelName, ModelName] = {}
         self._ready: dict[ModelName, Ready] = {}
         self.version = 0
         """Moves with every change; for those who wait for one."""
@@ -163,9 +165,12 @@ class MeshView:
         return True
 
     def _derive_models(self) -> None:
-        running = self._running()
         merged = dict(self._catalog or {})
-        for name, model in (self._inventory or {}).items():
+        self._local_names = {name: model.name_here for name, model in merged.items() if model.name_here}
+        self._mesh_names = {here: name for name, here in self._local_names.items()}
+        running = self._running()
+        for here, model in (self._inventory or {}).items():
+            name = self._mesh_name(here)
             if name not in merged:
                 merged[name] = _from_inventory(model, self.self_id)
         for name, slot in running.items():
@@ -174,13 +179,17 @@ class MeshView:
         self._derive_ready()
 
     def _running(self) -> dict[ModelName, SlotChanged]:
-        """The best slot of each model on this node."""
+        """The best slot of each model on this node, by the mesh's name for it."""
         running: dict[ModelName, SlotChanged] = {}
         for slot in self.slots.values():
-            other = running.get(slot.model)
+            name = self._mesh_name(slot.model)
+            other = running.get(name)
             if other is None or _slot_rank(slot.state) > _slot_rank(other.state):
-                running[slot.model] = slot
+                running[name] = slot
         return running
+
+    def _mesh_name(self, here: ModelName) -> ModelName:
+        return self._mesh_names.get(here, here)
 
     def _derive_ready(self) -> None:
         self.version += 1
@@ -229,6 +238,22 @@ class MeshView:
         found = [ready for ready in self._ready.values() if ready.type == model_type]
         return sorted(found, key=lambda ready: (not ready.local, -self._size(ready.model), ready.model))
 
+    def hosts_elsewhere(self) -> dict[ModelName, tuple[str, ...]]:
+        """Names of the other nodes that serve each model."""
+        found = {
+            name: tuple(self.node_name(host.peer_id) for host in hosts if host.peer_id != self.self_id)
+            for name, (_, hosts) in self.routes.items()
+        }
+        return {name: nodes for name, nodes in found.items() if nodes}
+
+    def local_name(self, name: ModelName) -> ModelName:
+        """What this node's launcherd calls a model of the mesh: another one where two files have the same name."""
+        return self._local_names.get(name, name)
+
+    def on_disk_here(self, name: ModelName) -> bool:
+        model = self._merged.get(name)
+        return model is not None and self.self_id in model.nodes_on_disk
+
     def node_name(self, peer_id: PeerId) -> str:
         member = self.members.get(peer_id)
         return member.announcement.name if member is not None and member.announcement.name else str(peer_id)
@@ -260,8 +285,8 @@ class MeshView:
                 slot for slot in self.slots.values() if slot.type == model_type and slot.state in _STARTING
             ]
             if starting:
-                slot = max(starting, key=lambda slot: (self._size(slot.model), slot.model))
-                return self._not_ready(self._merged[slot.model])
+                largest = max((self._mesh_name(slot.model) for slot in starting), key=lambda of: (self._size(of), of))
+                return self._not_ready(self._merged[largest])
             if settled:
                 return NoneReady(f"no model of type {model_type} is ready")
         if not settled:
@@ -270,7 +295,8 @@ class MeshView:
         return Unknown(name, tuple(difflib.get_close_matches(name[:64], names, n=3, cutoff=0.4)))
 
     def _not_ready(self, model: MeshModel) -> NotReady:
-        starting = any(slot.model == model.name and slot.state in _STARTING for slot in self.slots.values())
+        here = self.local_name(model.name)
+        starting = any(slot.model == here and slot.state in _STARTING for slot in self.slots.values())
         return NotReady(model.name, model.type, model.reason or f"{model.name} is not loaded", starting)
 
     def waiting_reason(self, name: ModelName) -> str:
@@ -278,7 +304,8 @@ class MeshView:
         ready = self._ready.get(name)
         model = self._merged.get(name)
         if ready is not None:
-            busy = [slot for slot in self.slots.values() if slot.model == name and slot.state == "ready"]
+            here = self.local_name(name)
+            busy = [slot for slot in self.slots.values() if slot.model == here and slot.state == "ready"]
             parallel = sum(slot.parallel for slot in busy)
             return f"all {parallel} places of {name} are in use" if parallel else f"{name} is busy"
         return (model.reason if model is not None else "") or f"{name} is not loaded yet"

@@ -37,6 +37,9 @@ class RequestRecord:
     reason: str = ""
     """In words: what it waits for, or why it failed."""
     node: str = ""
+    """Whose engine has it."""
+    elsewhere: bool = False
+    """That is not this node."""
     attempts: int = 0
     queue_seconds: float = 0.0
     """Waiting for the model and for a free place on its engine."""
@@ -124,7 +127,8 @@ def explain_record(record: RequestRecord, *, now: float) -> tuple[str, ...]:
         elif record.reason:
             sentences.append(f"it waits: {record.reason}")
         else:
-            sentences.append("the engine works on it and has not answered yet")
+            engine = f"the engine on {record.node}" if record.elsewhere else "the engine"
+            sentences.append(f"{engine} works on it and has not answered yet")
         return tuple(sentences)
     ended = {
         "ok": "was answered",
@@ -140,6 +144,8 @@ def explain_record(record: RequestRecord, *, now: float) -> tuple[str, ...]:
     sentences = [f"{first} {ended}{status} after {record.total_seconds:.2f} s"]
     if record.reason:
         sentences.append(record.reason)
+    if record.elsewhere:
+        sentences.append(f"it went to {record.node}")
     if record.queue_seconds >= 0.005:
         sentences.append(f"it waited {record.queue_seconds:.2f} s for the model")
     if record.attempts > 1:

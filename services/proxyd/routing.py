@@ -19,6 +19,8 @@ LOAD_BOUND = 1.25
 """A host is skipped above this multiple of the mean load: the paper's c, 1.25 keeps moves rare and queues short."""
 COOL_DOWN_FIRST_SECONDS = 1.0
 COOL_DOWN_MOST_SECONDS = 60.0
+SILENT_SECONDS = 0.5
+"""Said again each 0.1 s while it lasts."""
 
 
 def rendezvous_weight(model: ModelName, session: str, peer_id: PeerId) -> int:
@@ -68,19 +70,38 @@ class _CoolDown:
 
 
 class CoolDowns:
-    """Hosts that just failed. Each further failure doubles the time, a success ends it."""
+    """Hosts that just failed, or are silent where bytes were due. A further failure doubles the time, a success ends
+    it.
+
+    Kept per node and model: an engine that dies says nothing about its neighbour. A node that cannot be reached is
+    kept with no model and cools down for all of them.
+    """
 
     def __init__(self) -> None:
-        self._hosts: dict[PeerId, _CoolDown] = {}
+        self._hosts: dict[tuple[PeerId, ModelName | None], _CoolDown] = {}
+        self._silent: dict[tuple[PeerId, ModelName], float] = {}
 
-    def failed(self, peer_id: PeerId, *, now: float) -> None:
-        known = self._hosts.get(peer_id)
+    def failed(self, peer_id: PeerId, model: ModelName | None, *, now: float) -> None:
+        """Failures during a cool-down are of requests that began before it, and one failure to us."""
+        known = self._hosts.get((peer_id, model))
+        if known is not None and known.until > now:
+            return
         seconds = COOL_DOWN_FIRST_SECONDS if known is None else min(known.seconds * 2, COOL_DOWN_MOST_SECONDS)
-        self._hosts[peer_id] = _CoolDown(now + seconds, seconds)
+        self._hosts[peer_id, model] = _CoolDown(now + seconds, seconds)
 
-    def succeeded(self, peer_id: PeerId) -> None:
+    def succeeded(self, peer_id: PeerId, model: ModelName) -> None:
         if self._hosts:
-            self._hosts.pop(peer_id, None)
+            self._hosts.pop((peer_id, model), None)
+            self._hosts.pop((peer_id, None), None)
 
-    def cooling(self, *, now: float) -> set[PeerId]:
-        return {peer_id for peer_id, state in self._hosts.items() if state.until > now} if self._hosts else set()
+    def silent(self, peer_id: PeerId, model: ModelName, *, now: float) -> None:
+        """A request on that engine gets no bytes now; to be said again while it lasts."""
+        self._silent[peer_id, model] = now + SILENT_SECONDS
+
+    def cooling(self, model: ModelName, *, now: float) -> set[PeerId]:
+        """Hosts that requests for ``model`` should rather not go to."""
+        if not self._hosts and not self._silent:
+            return set()
+        found = {peer_id for (peer_id, of), state in self._hosts.items() if of in (model, None) and state.until > now}
+        self._silent = {key: until for key, until in self._silent.items() if until > now}
+        return found | {peer_id for peer_id, of in self._silent if of == model}

@@ -46,6 +46,7 @@ from shared.messages.leases import (
 from shared.messages.mesh import TunnelChanged
 from shared.messages.models import (
     CatalogChanged,
+    CatalogStatus,
     InventoryChanged,
     LocalModel,
     MeshModel,
@@ -202,6 +203,9 @@ class Plane:
         self.metrics = RecordingMetrics()
         self.is_idle = False
         self.placements: list[ModelName] = []
+        self.avoided: list[tuple[PeerId, ...]] = []
+        self.place_on: list[PeerId] = []
+        """Where models are placed, the first that is not avoided; here when there is none."""
         self.place_error: RequestRefused | DaemonUnreachable | None = None
         self.place_hangs = False
         self.catalog: dict[str, MeshModel] = {}
@@ -220,7 +224,9 @@ class Plane:
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(10)
 
-    def declare(self, model: str, type: ModelType = "llm", size: int = 1000, status: str = "unloaded") -> None:
+    def declare(
+        self, model: str, type: ModelType = "llm", size: int = 1000, status: CatalogStatus = "unloaded"
+    ) -> None:
         """A model of the catalog."""
         self.catalog[model] = MeshModel(
             name=ModelName(model), type=type, status=status, reason=f"{model} is {status}", file_size_bytes=size,
@@ -343,12 +349,18 @@ class Plane:
     def _new_boot(self, _boot: BootId) -> None:
         self.leases.on_new_boot()
 
-    async def _place(self, model: ModelName) -> ModelPlaced:
+    async def _place(self, model: ModelName, avoid: tuple[PeerId, ...]) -> ModelPlaced:
         self.placements.append(model)
+        self.avoided.append(avoid)
         if self.place_hangs:
             await asyncio.Event().wait()
         if self.place_error is not None:
             raise self.place_error
+        for peer_id in self.place_on:
+            if peer_id not in avoid:
+                return ModelPlaced(model=model, peer_id=peer_id, reason="it is on its disk")
+        if self.place_on or SELF in avoid:
+            raise RequestRefused("needs_capacity", "no other node can load it")
         return ModelPlaced(model=model, peer_id=SELF, reason="it is on this node's disk")
 
     def start(self) -> None:

@@ -253,6 +253,39 @@ def test_a_loading_slot_does_not_hide_that_another_node_serves_the_model(view: M
     assert (listed.status, listed.hosts) == ("ready", (OTHER,))
 
 
+def test_a_model_that_this_node_calls_by_another_name_is_one_model(view: MeshView) -> None:
+    """Two files of one name: the mesh tells them apart, launcherd knows only its own."""
+    theirs = mesh_model("a", status="ready")
+    ours = MeshModel(
+        name=ModelName("a@0001"), type="llm", status="unloaded", reason="on disk", nodes_on_disk=(ME,),
+        name_here=ModelName("a"),
+    )  # fmt: skip
+    view.apply(catalog(theirs, ours))
+    view.apply(routes(a=("other",)))
+    assert [model.name for model in view.models()] == ["a", "a@0001", "b"]
+    view.apply(slot("a", "loading"))
+    found = view.resolve("a@0001", "llm")
+    assert isinstance(found, NotReady)
+    assert found.starting_here
+    view.apply(slot("a", "ready"))
+    found = view.resolve("a@0001", "llm")
+    assert isinstance(found, Ready)
+    assert ([host.peer_id for host in found.hosts], found.local) == ([ME], True)
+    other = view.resolve("a", "llm")
+    assert isinstance(other, Ready)
+    assert ([host.peer_id for host in other.hosts], other.local) == ([OTHER], False)
+    assert view.local_name(ModelName("a@0001")) == "a"
+    assert view.waiting_reason(ModelName("a@0001")) == "all 4 places of a@0001 are in use"
+    assert view.on_disk_here(ModelName("a@0001"))
+    assert not view.on_disk_here(ModelName("a"))
+
+
+def test_who_serves_what_elsewhere(view: MeshView) -> None:
+    view.apply(routes(a=("other", "me"), b=("me",)))
+    view.apply(member(OTHER))
+    assert view.hosts_elsewhere() == {"a": ("attic",)}
+
+
 def test_names_of_nodes(view: MeshView) -> None:
     announcement = Announcement(
         peer_id=OTHER, incarnation=1, seq=1, mesh_id=MeshId("m"), version="1", name="attic", role="host", state="active"

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.proxyd.routing import (
     COOL_DOWN_FIRST_SECONDS,
     COOL_DOWN_MOST_SECONDS,
+    SILENT_SECONDS,
     CoolDowns,
     choose_host,
     rendezvous_weight,
@@ -91,14 +92,43 @@ def test_weights_are_the_same_in_every_process() -> None:
 
 def test_a_cool_down_doubles_with_each_failure_and_ends_with_a_success() -> None:
     cool_downs = CoolDowns()
-    cool_downs.failed(ME, now=0.0)
-    assert cool_downs.cooling(now=COOL_DOWN_FIRST_SECONDS / 2) == {ME}
-    assert cool_downs.cooling(now=COOL_DOWN_FIRST_SECONDS) == set()
-    cool_downs.failed(ME, now=10.0)
-    assert cool_downs.cooling(now=10.0 + 1.5 * COOL_DOWN_FIRST_SECONDS) == {ME}
+    cool_downs.failed(ME, M, now=0.0)
+    assert cool_downs.cooling(M, now=COOL_DOWN_FIRST_SECONDS / 2) == {ME}
+    assert cool_downs.cooling(M, now=COOL_DOWN_FIRST_SECONDS) == set()
+    cool_downs.failed(ME, M, now=10.0)
+    assert cool_downs.cooling(M, now=10.0 + 1.5 * COOL_DOWN_FIRST_SECONDS) == {ME}
+    for number in range(20):
+        cool_downs.failed(ME, M, now=1000.0 * number)
+    assert cool_downs.cooling(M, now=19_000.0 + COOL_DOWN_MOST_SECONDS - 1) == {ME}
+    assert cool_downs.cooling(M, now=19_000.0 + COOL_DOWN_MOST_SECONDS) == set()
+    cool_downs.failed(ME, M, now=90_000.0)
+    cool_downs.succeeded(ME, M)
+    assert cool_downs.cooling(M, now=90_000.0) == set()
+    cool_downs.failed(ME, M, now=90_001.0)
+    assert cool_downs.cooling(M, now=90_001.0 + COOL_DOWN_FIRST_SECONDS) == set(), "it begins anew"
+
+
+def test_many_requests_cut_by_one_death_count_as_one_failure() -> None:
+    cool_downs = CoolDowns()
     for _ in range(20):
-        cool_downs.failed(ME, now=20.0)
-    assert cool_downs.cooling(now=20.0 + COOL_DOWN_MOST_SECONDS) == set()
-    cool_downs.failed(ME, now=100.0)
-    cool_downs.succeeded(ME)
-    assert cool_downs.cooling(now=100.0) == set()
+        cool_downs.failed(ME, M, now=0.0)
+    assert cool_downs.cooling(M, now=COOL_DOWN_FIRST_SECONDS) == set()
+
+
+def test_an_engine_that_fails_says_nothing_of_its_neighbour_but_a_node_out_of_reach_does() -> None:
+    cool_downs, other = CoolDowns(), ModelName("other")
+    cool_downs.failed(ME, M, now=0.0)
+    assert cool_downs.cooling(other, now=0.1) == set()
+    cool_downs.failed(ME, None, now=0.0)
+    assert cool_downs.cooling(other, now=0.1) == {ME}
+    cool_downs.succeeded(ME, other)
+    assert cool_downs.cooling(other, now=0.1) == set()
+    assert cool_downs.cooling(M, now=0.1) == {ME}
+
+
+def test_a_silent_host_is_doubtful_for_its_model_while_it_is_silent() -> None:
+    cool_downs = CoolDowns()
+    cool_downs.silent(ME, M, now=0.0)
+    assert cool_downs.cooling(M, now=0.1) == {ME}
+    assert cool_downs.cooling(ModelName("other"), now=0.1) == set()
+    assert cool_downs.cooling(M, now=SILENT_SECONDS) == set()

@@ -8,8 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,17 +16,24 @@ from services.proxyd.headers import IncomingHeaders
 from services.proxyd.interfaces import Headers, MetricsSink, Place
 from services.proxyd.io.remote import RemoteLease, Tunnels
 from services.proxyd.io.upstream import Address, UpstreamPool
-from services.proxyd.mesh_view import MeshView, Ready
+from services.proxyd.last_seen import LastSeen
+from services.proxyd.mesh_view import MeshView, NoneReady, Ready, Unknown, Unnamed, WrongType
+from services.proxyd.replies import Failure
 from services.proxyd.requests_log import RequestRecord, RequestsLog
+from services.proxyd.resolution import RETRY_AFTER_SECONDS, failure_of, failure_of_refusal
+from services.proxyd.routes import InferenceRoute
 from services.proxyd.routing import CoolDowns, choose_host
 from shared.config import ApiSection
+from shared.errors import RequestRefused
 from shared.ids import ModelName, PeerId, RequestId
 from shared.io.lease_client import Lease, LeaseClient
+from shared.messages.models import RouteHost
 
 SWEEP_SECONDS = 0.1
 STALL_SECONDS = 2.0
 """Silence after which launcherd is asked to probe the engine. Not an error by itself: prefill may take longer."""
 
+_NOBODY_HAS_IT = ("model_not_found", "model_file_missing", "needs_capacity")
 Turn = Lease | RemoteLease
 """The right to run one request on an engine, here or elsewhere."""
 Scope = dict[str, Any]
@@ -48,8 +54,7 @@ class DataPlane:
     pool: UpstreamPool
     cors: Callable[[Headers], list[tuple[bytes, bytes]]]
     cool_downs: CoolDowns = field(default_factory=CoolDowns)
-    remote_in_use: Counter[PeerId] = field(default_factory=Counter)
-    """Requests of this node on engines of others: their own word on their load lags by a second."""
+    last_seen: LastSeen = field(default_factory=LastSeen)
     node_header: bytes = b""
     _addresses: dict[str, tuple[Address, bytes]] = field(default_factory=dict)
     _id_prefix: str = field(default_factory=lambda: os.urandom(8).hex())
@@ -69,19 +74,51 @@ class DataPlane:
         self._id_count += 1
         return RequestId(f"{self._id_prefix}{self._id_count:08x}")
 
-    def choose(self, wanted: Ready, session: str | None, excluded: Collection[PeerId] = ()) -> PeerId | None:
+    def choose(self, wanted: Ready, session: str | None, excluded: Collection[PeerId] = ()) -> RouteHost | None:
         """The host to ask for a request of this conversation; None when all are excluded."""
-        hosts = [
-            host
-            if host.peer_id == self.view.self_id or not self.remote_in_use[host.peer_id]
-            else replace(host, load=max(host.load, self.remote_in_use[host.peer_id] / max(1, host.parallel)))
-            for host in wanted.hosts
-        ]
-        doubtful = self.cool_downs.cooling(now=time.monotonic()) | wanted.suspects
-        chosen = choose_host(
-            wanted.model, session, hosts, self_id=self.view.self_id, excluded=excluded, doubtful=doubtful
+        in_use = self.tunnels.in_use
+        hosts: Sequence[RouteHost] = wanted.hosts
+        if in_use:
+            hosts = [
+                replace(host, load=max(host.load, in_use[host.peer_id, wanted.model] / max(1, host.parallel)))
+                for host in hosts
+            ]
+        return choose_host(
+            wanted.model,
+            session,
+            hosts,
+            self_id=self.view.self_id,
+            excluded=excluded,
+            doubtful=self.doubtful(wanted),
         )
-        return chosen.peer_id if chosen is not None else None
+
+    def doubtful(self, wanted: Ready) -> Collection[PeerId]:
+        """Hosts to ask only when there is no other."""
+        return self.cool_downs.cooling(wanted.model, now=time.monotonic()) | wanted.suspects
+
+    def failure(self, meant: Unknown | WrongType | Unnamed | NoneReady, route: InferenceRoute) -> Failure:
+        """The error for a name that leads to no engine."""
+        if isinstance(meant, Unknown):
+            gone = self._gone(ModelName(meant.name))
+            if gone is not None:
+                return gone
+        return failure_of(meant, route)
+
+    def refusal(self, model: ModelName | None, error: RequestRefused) -> Failure:
+        """The error for a request that electiond or a launcherd refused."""
+        gone = self._gone(model) if model is not None and error.code in _NOBODY_HAS_IT else None
+        return gone or failure_of_refusal(model or "the model", error)
+
+    def _gone(self, model: ModelName) -> Failure | None:
+        words = self.last_seen.words(model, now=time.monotonic())
+        if words is None:
+            return None
+        return Failure(
+            503,
+            "hosts_gone",
+            f"no node that is connected serves {model}: {words}. 'meshctl peers' tells who is connected",
+            retry_after_seconds=RETRY_AFTER_SECONDS,
+        )
 
     def release(self, turn: Turn) -> None:
         """The request has ended. Releasing twice is harmless."""

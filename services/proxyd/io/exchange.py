@@ -3,9 +3,10 @@
 =========  ==================================================================================================
 receive    the body is read whole (it names the model, and a retry needs it), up to ``max_body_bytes``
 resolve    what the model name means now; what can never be answered fails here
-lease      a free credit at once; else wait while the model is placed, loaded or busy
+turn       a free credit of this node's engine at once; else wait for a place here or on another node, while the model
+           is placed, loaded or busy
 attempt    the request goes to the engine; until a byte of the answer was sent, a failing engine costs only
-           another attempt
+           another attempt, on another host where there is one
 forward    bytes as they come; their ends are kept for statistics
 =========  ==================================================================================================
 
@@ -22,7 +23,17 @@ import time
 from typing import Any
 
 from services.proxyd.headers import IncomingHeaders, engine_request, is_event_stream, returned_headers
-from services.proxyd.io.data_plane import DataPlane, Receive, Scope, Send, SilenceWatch, Turn, mesh_headers, target_of
+from services.proxyd.io.data_plane import (
+    STALL_SECONDS,
+    DataPlane,
+    Receive,
+    Scope,
+    Send,
+    SilenceWatch,
+    Turn,
+    mesh_headers,
+    target_of,
+)
 from services.proxyd.io.remote import RemoteLease
 from services.proxyd.io.upstream import NotReached, UpstreamFailed, UpstreamResponse
 from services.proxyd.io.waiting import TurnWait
@@ -38,7 +49,6 @@ from services.proxyd.replies import (
 )
 from services.proxyd.request_head import BadRequest, parse_head, session_key
 from services.proxyd.requests_log import RequestRecord
-from services.proxyd.resolution import failure_of
 from services.proxyd.routes import InferenceRoute
 from services.proxyd.usage import BodyEnds, Usage, read_usage
 from shared.ids import ModelName
@@ -51,6 +61,7 @@ engine that comes next."""
 WATCH_AFTER_SECONDS = 0.05
 WHOLE_BYTES = 64 * 1024
 """An answer that is no stream is held until it is complete or so large: cut before that, it is tried again."""
+
 
 class ClientGone(Exception):
     """Nobody waits for the answer any more."""
@@ -179,12 +190,14 @@ class Exchange:
         if self._watcher is None and self._body and now - self._body_at > WATCH_AFTER_SECONDS:
             self.watch()
         turn, response = self._turn, self._response
-        if not isinstance(turn, Lease):
-            # An engine elsewhere is watched by its own node.
+        if turn is None or (response is not None and response.buffered_bytes):
             return
-        if response is None or not response.buffered_bytes:
-            heard_at = self._sent_at if response is None else response.heard_at
+        heard_at = self._sent_at if response is None else response.heard_at
+        if isinstance(turn, Lease):
             self._silence.look(self._plane.leases, turn, heard_at, now)
+        elif response is not None and now - heard_at >= STALL_SECONDS:
+            # Its own node has the engine probed, or the way there is broken: meanwhile others go elsewhere.
+            self._plane.cool_downs.silent(turn.peer_id, turn.model, now=now)
 
     def watch(self) -> None:
         """Notice from now on that the client goes away."""
@@ -214,12 +227,10 @@ class Exchange:
                     return
             finally:
                 self._turn = None
-                if isinstance(turn, RemoteLease):
-                    self._plane.remote_in_use[turn.peer_id] -= 1
                 self._plane.release(turn)
             if record.attempts < ATTEMPTS:
                 self.watch()
-                if isinstance(turn, Lease):
+                if not self._another_stands_by(name):
                     await asyncio.sleep(RETRY_SECONDS[record.attempts - 1])
         raise Failure(
             503,
@@ -232,20 +243,29 @@ class Exchange:
     def _note_node(self, turn: Turn) -> None:
         plane = self._plane
         if isinstance(turn, RemoteLease):
-            plane.remote_in_use[turn.peer_id] += 1
+            self.record.elsewhere = True
             self.record.node = plane.view.node_name(turn.peer_id)
         else:
+            self.record.elsewhere = False
             self.record.node = plane.node_name
+
+    def _another_stands_by(self, name: ModelName | None) -> bool:
+        """Whether a host is ready that did not just fail."""
+        wanted = self._plane.view.resolve(name, self._route.type)
+        if not isinstance(wanted, Ready):
+            return False
+        doubtful = self._plane.doubtful(wanted)
+        return any(host.peer_id not in doubtful for host in wanted.hosts)
 
     async def _find_turn(self, name: ModelName | None) -> Turn:
         """At once where this node has a free credit, else after waiting. Raises: Failure."""
         plane = self._plane
         wanted = plane.view.resolve(name, self._route.type)
         if not isinstance(wanted, Ready | NotReady | Unsettled):
-            raise failure_of(wanted, self._route)
+            raise plane.failure(wanted, self._route)
         if isinstance(wanted, Ready) and self._is_local(wanted):
             self.record.model = wanted.model
-            lease = plane.leases.try_acquire(wanted.model)
+            lease = plane.leases.try_acquire(plane.view.local_name(wanted.model))
             if lease is not None:
                 return lease
         return await self._wait(name)
@@ -254,7 +274,10 @@ class Exchange:
         """Whether this node's own engine is the one to ask."""
         if not wanted.local:
             return False
-        return len(wanted.hosts) == 1 or self._plane.choose(wanted, self._session()) == self._plane.view.self_id
+        if len(wanted.hosts) == 1:
+            return True
+        chosen = self._plane.choose(wanted, self._session())
+        return chosen is not None and chosen.peer_id == self._plane.view.self_id
 
     def _session(self) -> str | None:
         return session_key(self._body)
@@ -312,11 +335,11 @@ class Exchange:
         now = time.monotonic()
         if isinstance(turn, Lease):
             self.record.reason = f"the engine {error.detail}"
-            plane.cool_downs.failed(plane.view.self_id, now=now)
+            plane.cool_downs.failed(plane.view.self_id, self._model(turn), now=now)
             plane.leases.suspect(turn, error.detail, broken=True)
         else:
             self.record.reason = f"the engine on {self.record.node} {error.detail}"
-            plane.cool_downs.failed(turn.peer_id, now=now)
+            plane.cool_downs.failed(turn.peer_id, self._model(turn), now=now)
 
     async def _forward(self, response: UpstreamResponse, turn: Turn) -> bool:
         is_stream = is_event_stream(response.headers)
@@ -363,7 +386,12 @@ class Exchange:
 
     def _answered(self, turn: Turn, response: UpstreamResponse, usage: Usage) -> None:
         self.record.answered(response.status, usage)
-        self._plane.cool_downs.succeeded(turn.peer_id if isinstance(turn, RemoteLease) else self._plane.view.self_id)
+        peer_id = turn.peer_id if isinstance(turn, RemoteLease) else self._plane.view.self_id
+        self._plane.cool_downs.succeeded(peer_id, self._model(turn))
+
+    def _model(self, turn: Turn) -> ModelName:
+        """The mesh's name of the model; a lease's own is what its launcherd calls it."""
+        return self.record.model or turn.model
 
     @staticmethod
     async def _first_bytes(response: UpstreamResponse, is_stream: bool) -> bytes:

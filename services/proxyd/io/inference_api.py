@@ -97,6 +97,10 @@ class InferenceApp:
     def active_count(self) -> int:
         return len(self._running)
 
+    def note_hosts(self) -> None:
+        """The routes have changed: who serves what is remembered for when it does no more."""
+        self._plane.last_seen.note(self._view.hosts_elsewhere(), now=time.monotonic())
+
     def close(self) -> None:
         self._pool.close()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import Counter
 from pathlib import Path
 
 from services.proxyd.io.upstream import Carrier, NotReached, UpstreamPool, UpstreamResponse
@@ -25,20 +26,33 @@ ANSWER_SLACK_SECONDS = 10.0
 """tunneld itself answers a few seconds after the deadline at the latest."""
 
 
+InUse = Counter[tuple[PeerId, ModelName]]
+
+
+def _less(in_use: InUse, peer_id: PeerId, model: ModelName) -> None:
+    in_use[peer_id, model] -= 1
+    if not in_use[peer_id, model]:
+        del in_use[peer_id, model]
+
+
 class RemoteLease:
     """The right to run one request on an engine of another node, until closed."""
 
-    __slots__ = ("carrier", "model", "peer_id", "queue_seconds")
+    __slots__ = ("_in_use", "_open", "carrier", "model", "peer_id")
 
-    def __init__(self, peer_id: PeerId, model: ModelName, carrier: Carrier, queue_seconds: float) -> None:
+    def __init__(self, peer_id: PeerId, model: ModelName, carrier: Carrier, in_use: InUse) -> None:
         self.peer_id = peer_id
         self.model = model
         self.carrier = carrier
-        self.queue_seconds = queue_seconds
+        self._in_use = in_use
+        self._open = True
 
     def close(self) -> None:
         """The request has ended, or nobody wants it any more: the far lease is released. Idempotent."""
         self.carrier.abort()
+        if self._open:
+            self._open = False
+            _less(self._in_use, self.peer_id, self.model)
 
 
 class Tunnels:
@@ -47,27 +61,39 @@ class Tunnels:
     def __init__(self, path: Path, pool: UpstreamPool) -> None:
         self._path = str(path)
         self._pool = pool
+        self.in_use: InUse = Counter()
+        """This node's requests on engines of others, and those that wait there: what others say of themselves lags."""
 
     async def open(
-        self, peer_id: PeerId, model: ModelName, request_id: RequestId, deadline_seconds: float
+        self,
+        peer_id: PeerId,
+        model: ModelName,
+        request_id: RequestId,
+        deadline_seconds: float,
+        *,
+        name_there: ModelName | None = None,
     ) -> RemoteLease:
         """Wait until the far node has a place for the request, loading the model if need be. Cancel it to give up.
+
+        ``name_there``: what that node calls the model, where that is another name.
 
         Raises: RequestRefused with the far launcherd's code and reason; NotReached when there is no way there now.
         """
         raw = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.in_use[peer_id, model] += 1
         try:
             raw.setblocking(False)
-            answer = await self._ask(raw, peer_id, model, request_id, deadline_seconds)
+            answer = await self._ask(raw, peer_id, name_there or model, request_id, deadline_seconds)
             match answer:
-                case StreamOpened(queue_seconds=queue_seconds):
-                    return RemoteLease(peer_id, model, await self._pool.carry(raw), queue_seconds)
+                case StreamOpened():
+                    return RemoteLease(peer_id, model, await self._pool.carry(raw), self.in_use)
                 case Refused(code=PeerUnreachable.code, detail=detail):
                     raise NotReached(f"cannot be reached: {detail}")
                 case Refused(code=code, detail=detail, retry_after_seconds=retry_after):
                     raise RequestRefused(code, detail, retry_after)
             raise NotReached(f"cannot be reached: tunneld answered {type(answer).__name__}")
         except BaseException:
+            _less(self.in_use, peer_id, model)
             raw.close()
             raise
 

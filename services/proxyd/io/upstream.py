@@ -133,7 +133,11 @@ class UpstreamResponse:
 class Carrier(asyncio.Protocol):
     """One connection to one engine, or through a tunnel to one of another node."""
 
-    def __init__(self, free: Callable[[Carrier], None], lost: Callable[[Carrier], None]) -> None:
+    def __init__(
+        self, free: Callable[[Carrier], None], lost: Callable[[Carrier], None], *, ends_answers: bool = True
+    ) -> None:
+        """``ends_answers``: the end of the connection ends an answer that says nothing of its length."""
+        self._ends_answers = ends_answers
         self._free = free
         self._lost = lost
         self.transport: asyncio.Transport | None = None
@@ -159,7 +163,7 @@ class Carrier(asyncio.Protocol):
         if response is not None:
             if not response.head_complete:
                 response.fail(NotReached("closed the connection before it answered"))
-            elif exc is None and not self._delimited:
+            elif exc is None and not self._delimited and self._ends_answers:
                 # Neither Content-Length nor chunked: the end of the connection is the end of the body.
                 response.complete = True
                 response.wake()
@@ -298,10 +302,15 @@ class UpstreamPool:
         return await self._exchange(await self._connect(address), head, body)
 
     async def carry(self, raw: socket.socket) -> Carrier:
-        """A connected unix socket as a connection for one request. Raises: NotReached."""
+        """A connected unix socket as a connection for one request. Raises: NotReached.
+
+        A tunnel that breaks ends it as cleanly as one that is done: only the answer itself can say that it is whole.
+        """
         loop = asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_unix_connection(lambda: Carrier(Carrier.abort, _nothing), sock=raw)
+            _, connection = await loop.create_unix_connection(
+                lambda: Carrier(Carrier.abort, _nothing, ends_answers=False), sock=raw
+            )
         except OSError as error:
             raise NotReached(f"cannot be reached: {error.strerror or error}") from None
         return connection

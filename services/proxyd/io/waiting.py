@@ -14,12 +14,10 @@ import time
 from collections.abc import Awaitable, Callable
 
 from services.proxyd.io.data_plane import DataPlane, Turn
-from services.proxyd.io.remote import RemoteLease
 from services.proxyd.io.upstream import NotReached
 from services.proxyd.mesh_view import NotReady, Ready, Resolution, Unsettled
 from services.proxyd.replies import Failure
 from services.proxyd.requests_log import RequestRecord
-from services.proxyd.resolution import failure_of, failure_of_refusal
 from services.proxyd.routes import InferenceRoute
 from shared.errors import DaemonUnreachable, RequestRefused
 from shared.ids import ModelName, PeerId
@@ -35,6 +33,10 @@ COMMENT_SECONDS = 15.0
 RETRY_AFTER_SECONDS = 30.0
 RETRY_SECONDS = 0.5
 """Before hosts that could all not be reached are tried again."""
+UNREACHABLE_SECONDS = 30.0
+"""A tunneld restarts in one, and membership drops a dead node within 10."""
+REACHED_SECONDS = 15.0
+"""A request that waited so long on a node did so in its queue."""
 SILENT_LAUNCHERD_SECONDS = 4.0
 """A restart takes less."""
 
@@ -60,7 +62,11 @@ class TurnWait:
         self._name = name
         self._record = record
         self._session = session
-        self._tried: set[PeerId] = set()
+        self._tried: dict[PeerId, None] = {}
+        """In order."""
+        self._refusal: RequestRefused | DaemonUnreachable | None = None
+        self._unreached_since: float | None = None
+        self._asked_at = 0.0
         self._trouble = ""
 
     async def run(self, say: Say | None) -> Turn:
@@ -76,7 +82,7 @@ class TurnWait:
             kept = True
             return turn
         except RequestRefused as error:
-            raise failure_of_refusal(self._record.model or "the model", error) from None
+            raise self._plane.refusal(self._record.model, error) from None
         except DaemonUnreachable as error:
             raise Failure(503, error.code, error.detail, retry_after_seconds=RETRY_AFTER_SECONDS) from None
         finally:
@@ -122,13 +128,13 @@ class TurnWait:
         model = self._record.model
         if model is None:
             return "no model is ready yet"
+        if self._trouble:
+            return self._trouble
         silent = self._leases.silent_seconds()
         if silent > SILENT_LAUNCHERD_SECONDS:
             return f"launcherd, which runs the engines, has not answered for {silent:.0f} s; see 'meshctl ps'"
-        if self._trouble:
-            return self._trouble
         reason = self._view.waiting_reason(model)
-        waiting = self._leases.waiting(model)
+        waiting = self._leases.waiting(self._view.local_name(model))
         return f"{reason}; {waiting} requests wait" if waiting > 1 else reason
 
     async def _obtain(self) -> Turn:
@@ -138,43 +144,86 @@ class TurnWait:
             if isinstance(wanted, Unsettled):
                 raise Failure(503, "starting", wanted.reason, retry_after_seconds=1)
             if not isinstance(wanted, Ready | NotReady):
-                raise failure_of(wanted, self._route)
-            model = self._record.model = wanted.model
-            peer_id = await self._where(wanted)
-            if peer_id in ("", self._view.self_id):
-                return await self._leases.acquire(model, self._record.request_id)
+                raise self._plane.failure(wanted, self._route)
+            self._record.model = wanted.model
+            peer_id, name_there = await self._where(wanted)
+            if peer_id is None:
+                await asyncio.sleep(RETRY_SECONDS)
+                continue
+            self._asked_at = time.monotonic()
             try:
-                return await self._open(peer_id, model)
+                return await self._turn_at(peer_id, wanted.model, name_there)
             except NotReached as error:
-                self._plane.cool_downs.failed(peer_id, now=time.monotonic())
-                self._tried.add(peer_id)
-                self._trouble = f"{self._view.node_name(peer_id)}, which serves {model}, {error.detail}"
-            except RequestRefused as error:
-                self._tried.add(peer_id)
-                if not self._others(wanted):
-                    raise RequestRefused(
-                        error.code, f"{self._view.node_name(peer_id)}: {error.detail}", error.retry_after_seconds
-                    ) from None
-            if not self._others(wanted):
+                self._unreached(wanted, peer_id, error)
+            except (RequestRefused, DaemonUnreachable) as error:
+                self._passed_over(wanted, peer_id, error)
+            if isinstance(wanted, Ready) and not self._others(wanted):
                 self._tried.clear()
                 await asyncio.sleep(RETRY_SECONDS)
 
-    def _others(self, wanted: Ready | NotReady) -> bool:
+    def _unreached(self, wanted: Ready | NotReady, peer_id: PeerId, error: NotReached) -> None:
+        """Raises: Failure when no host could be reached for too long; the refusal of another host."""
+        now = time.monotonic()
+        self._plane.cool_downs.failed(peer_id, None, now=now)
+        self._tried[peer_id] = None
+        serves = "serves" if isinstance(wanted, Ready) else "is to load"
+        self._trouble = f"{self._view.node_name(peer_id)}, which {serves} {wanted.model}, {error.detail}"
+        if self._refusal is not None and isinstance(wanted, Ready) and not self._others(wanted):
+            raise self._refusal from None
+        if self._unreached_since is None or now - self._asked_at > REACHED_SECONDS:
+            self._unreached_since = now
+        if now - self._unreached_since >= UNREACHABLE_SECONDS:
+            raise Failure(
+                503,
+                "hosts_unreachable",
+                f"no node that serves {wanted.model} could be reached for {now - self._unreached_since:.0f} s: "
+                f"{self._trouble}. 'meshctl peers' tells who is connected",
+                retry_after_seconds=RETRY_AFTER_SECONDS,
+            )
+
+    def _passed_over(
+        self, wanted: Ready | NotReady, peer_id: PeerId, error: RequestRefused | DaemonUnreachable
+    ) -> None:
+        """The next host's turn. Raises: the refusal, when there is none."""
+        again = peer_id in self._tried
+        self._tried[peer_id] = None
+        self._refusal = error
+        if peer_id != self._view.self_id and isinstance(error, RequestRefused):
+            detail = f"{self._view.node_name(peer_id)}: {error.detail}"
+            self._refusal = RequestRefused(error.code, detail, error.retry_after_seconds)
+        if again or (isinstance(wanted, Ready) and not self._others(wanted)):
+            raise self._refusal from None
+
+    def _others(self, wanted: Ready) -> bool:
         """Whether a host is left that this request has not tried."""
-        return isinstance(wanted, Ready) and any(host.peer_id not in self._tried for host in wanted.hosts)
+        return any(host.peer_id not in self._tried for host in wanted.hosts)
 
-    async def _where(self, wanted: Ready | NotReady) -> PeerId:
-        """The node to ask next; "" or this node's id: here. Raises: RequestRefused."""
-        if isinstance(wanted, NotReady):
-            return self._view.self_id if wanted.starting_here else await self._have_placed(wanted.model)
-        if len(wanted.hosts) == 1:
-            return wanted.hosts[0].peer_id
-        chosen = self._plane.choose(wanted, self._session(), self._tried)
-        return chosen if chosen is not None else wanted.hosts[0].peer_id
+    async def _where(self, wanted: Ready | NotReady) -> tuple[PeerId | None, ModelName | None]:
+        """The node to ask next and its name for the model; None while electiond is away and only it can say.
 
-    async def _open(self, peer_id: PeerId, model: ModelName) -> RemoteLease:
+        Raises: RequestRefused.
+        """
+        if isinstance(wanted, Ready):
+            if len(wanted.hosts) == 1:
+                host = wanted.hosts[0]
+            else:
+                host = self._plane.choose(wanted, self._session(), self._tried) or wanted.hosts[0]
+            return host.peer_id, host.name_there
+        if wanted.starting_here and self._view.self_id not in self._tried:
+            return self._view.self_id, None
+        return await self._have_placed(wanted.model)
+
+    async def _turn_at(self, peer_id: PeerId, model: ModelName, name_there: ModelName | None) -> Turn:
+        """Raises: NotReached, RequestRefused, DaemonUnreachable."""
+        if peer_id == self._view.self_id:
+            self._trouble = ""
+            return await self._leases.acquire(self._view.local_name(model), self._record.request_id)
+        if self._unreached_since is None:
+            self._trouble = f"{self._view.node_name(peer_id)} has no free place for {model} yet"
         left = self._record.started + self._config.request_wait_seconds - time.monotonic()
-        return await self._plane.tunnels.open(peer_id, model, self._record.request_id, max(1.0, left))
+        return await self._plane.tunnels.open(
+            peer_id, model, self._record.request_id, max(1.0, left), name_there=name_there
+        )
 
     async def _settled(self) -> Resolution:
         until = time.monotonic() + SETTLE_SECONDS
@@ -186,11 +235,21 @@ class TurnWait:
                 return self._view.resolve(self._name, self._route.type, settled=True)
             await asyncio.sleep(SETTLE_POLL_SECONDS)
 
-    async def _have_placed(self, model: ModelName) -> PeerId:
-        """electiond decides where the model goes; without electiond, here. Raises: RequestRefused."""
+    async def _have_placed(self, model: ModelName) -> tuple[PeerId | None, ModelName | None]:
+        """electiond decides where the model goes; without electiond, here if the file is. Raises: RequestRefused."""
         try:
             async with asyncio.timeout(PLACE_SECONDS):
-                placed = await self._plane.place(model)
+                placed = await self._plane.place(model, tuple(self._tried))
         except (DaemonUnreachable, TimeoutError):
-            return self._view.self_id
-        return placed.peer_id
+            if self._view.on_disk_here(model):
+                return self._view.self_id, None
+            self._trouble = f"electiond, which says where {model} runs, does not answer; see 'meshctl ps'"
+            return None, None
+        except RequestRefused as error:
+            if self._refusal is None and self._unreached_since is not None and self._tried:
+                # Not refused by any, only out of reach for now.
+                self._tried.clear()
+                return None, None
+            # What the node said that was to load it tells more than that there is no other.
+            raise self._refusal or error from None
+        return placed.peer_id or self._view.self_id, placed.name_there

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import socket
 from collections.abc import Iterator
 
 import pytest
 
+from services.proxyd.io import waiting
+from services.proxyd.mesh_view import Ready
+from shared.errors import RequestRefused
 from shared.ids import ModelName, PeerId
 from shared.messages.daemon import Refused
 from shared.messages.mesh import Announcement, MemberChanged
-from shared.messages.models import ModelPlaced, Route, RouteHost, RoutesChanged
+from shared.messages.models import CatalogChanged, Route, RouteHost, RoutesChanged
 from tests.proxyd.far_node import FarNodes, far_nodes
 from tests.proxyd.plane import SELF, Plane
 from tests.proxyd.raw_upstream import Peer, RawUpstream, Received, raw_upstream
@@ -173,12 +177,9 @@ def test_the_own_engine_is_preferred_for_requests_without_a_conversation(
 
 
 def test_a_model_placed_on_another_node_is_loaded_there_by_the_request(
-    plane: Plane, far: FarNodes, upstream: RawUpstream, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, far: FarNodes, upstream: RawUpstream
 ) -> None:
-    async def elsewhere(model: ModelName) -> ModelPlaced:
-        return ModelPlaced(model=model, peer_id=B, reason="on its disk and it fits")
-
-    monkeypatch.setattr(plane.app._plane, "place", elsewhere)
+    plane.place_on = [B]
     plane.declare("m")
     far.held.add(B)
     far.engines[B] = upstream.port
@@ -187,7 +188,7 @@ def test_a_model_placed_on_another_node_is_loaded_there_by_the_request(
     assert plane.log.active()[0].reason
     far.held.discard(B)
     wait_until(lambda: result, 5, "it is answered")
-    assert result[0][1]["x-mesh-node"] == "barn"  # type: ignore[index]
+    assert result[0][1]["x-mesh-node"] == "barn"
 
 
 def test_a_client_that_leaves_while_it_waits_is_noticed_there(plane: Plane, far: FarNodes) -> None:
@@ -213,7 +214,7 @@ def test_a_client_that_leaves_during_the_answer_cuts_it(plane: Plane, far: FarNo
     connection.shutdown(socket.SHUT_RDWR)
     connection.close()
     wait_until(lambda: upstream.peers[0].gone.is_set(), 5, "the engine's connection is closed")
-    wait_until(lambda: not plane.app._plane.remote_in_use[B], 5, "it no longer counts as load")
+    wait_until(lambda: not plane.app._plane.tunnels.in_use, 5, "it no longer counts as load")
 
 
 def test_without_tunneld_the_request_waits_and_is_answered_when_it_is_back(
@@ -221,15 +222,231 @@ def test_without_tunneld_the_request_waits_and_is_answered_when_it_is_back(
 ) -> None:
     route(plane, B)
     result = in_background(plane.chat)
-    wait_until(lambda: "tunneld is away" in (plane.log.active() or [_NONE])[0].reason, 5, "the reason is told")
+    wait_until(lambda: any("tunneld is away" in record.reason for record in plane.log.active()), 5, "it is told")
     with far_nodes(plane.paths.data_socket) as far:
         far.engines[B] = upstream.port
         wait_until(lambda: result, 5, "it is answered")
-    assert result[0][0] == 200  # type: ignore[index]
+    assert result[0][0] == 200
 
 
-class _None:
-    reason = ""
+# -- which host -------------------------------------------------------------------------------------------------------
 
 
-_NONE = _None()
+def test_what_this_node_has_on_a_host_counts_at_once(
+    plane: Plane, far: FarNodes, upstream: RawUpstream, other: RawUpstream
+) -> None:
+    """Bounded load: a conversation's host that is full is passed over, before its own word on that comes by gossip."""
+    gone: list[Peer] = []
+
+    def hold(peer: Peer, _request: Received) -> None:
+        gone.append(peer)
+        peer.wait_gone()
+
+    upstream.handler = hold
+    far.engines.update({B: upstream.port, C: other.port})
+    route(plane, B, C)
+    on_b = next(
+        user
+        for user in map(str, range(100))
+        if plane.call(chosen, plane, user) == B
+    )
+    connections = [send_chat(plane, user=on_b) for _ in range(4)]
+    wait_until(lambda: len(gone) == 4, 5, "four run on its host, which has four places")
+    connections.append(send_chat(plane, user=on_b))
+    wait_until(lambda: other.requests, 5, "the fifth goes to the other host")
+    for connection in connections:
+        connection.close()
+
+
+def chosen(plane: Plane, session: str) -> PeerId | None:
+    wanted = plane.view.resolve("m", "llm")
+    assert isinstance(wanted, Ready)
+    host = plane.app._plane.choose(wanted, session)
+    return host.peer_id if host is not None else None
+
+
+def test_the_own_launcherds_refusal_is_passed_over_for_another_host(
+    plane: Plane, far: FarNodes, other: RawUpstream
+) -> None:
+    far.engines[B] = other.port
+    plane.declare("m")
+    plane.slot("m", "ready")
+    route(plane, B, SELF)
+    plane.launcherd.refusals[ModelName("m")] = RequestRefused("overloaded", "256 wait")
+    answers = [plane.chat(user=str(number)) for number in range(6)]
+    assert {(status, headers["x-mesh-node"]) for status, headers, _ in answers} == {(200, "barn")}
+    assert plane.launcherd.acquires, "its own was asked at least once"
+
+
+def test_a_refusal_is_told_although_another_host_is_out_of_reach(plane: Plane, far: FarNodes) -> None:
+    far.refusals[B] = Refused(code="overloaded", detail="256 requests wait", retry_after_seconds=3.0)
+    route(plane, B, C)
+    status, headers, _ = plane.chat()
+    assert (status, headers["retry-after"]) == (429, "3")
+
+
+def test_where_a_placed_model_cannot_be_loaded_electiond_names_another_node(
+    plane: Plane, far: FarNodes, upstream: RawUpstream
+) -> None:
+    plane.place_on = [B, C]
+    far.refusals[B] = Refused(code="load_failed", detail="out of memory")
+    far.engines[C] = upstream.port
+    plane.declare("m")
+    status, headers, _ = plane.chat()
+    assert (status, headers["x-mesh-node"]) == (200, "cellar")
+    assert plane.avoided == [(), (B,)]
+
+
+def test_the_last_word_of_the_node_that_could_not_load_it_reaches_the_client(plane: Plane, far: FarNodes) -> None:
+    plane.place_on = [B]
+    far.refusals[B] = Refused(code="load_failed", detail="out of memory")
+    plane.declare("m")
+    status, _, body = plane.chat()
+    assert status == 503
+    assert "barn: out of memory" in json.loads(body)["error"]["message"]
+
+
+def test_a_model_goes_by_the_name_that_its_host_has_for_it(plane: Plane, far: FarNodes, upstream: RawUpstream) -> None:
+    far.engines[B] = upstream.port
+    plane.declare("m@12345678", status="ready")
+    hosts = (RouteHost(peer_id=B, parallel=4, name_there=ModelName("m")),)
+    routes = (Route(model=ModelName("m@12345678"), type="llm", hosts=hosts),)
+    plane.call(plane.view.apply, RoutesChanged(routes=routes))
+    status, _, _ = plane.chat("m@12345678")
+    assert (status, far.opened[0].model) == (200, "m")
+    assert plane.metrics.records[0].model == "m@12345678"
+
+
+def test_a_silent_host_gets_no_new_requests_while_another_is_there(
+    plane: Plane, far: FarNodes, upstream: RawUpstream, other: RawUpstream
+) -> None:
+    """"after 2 s of silence where bytes were due … new requests go elsewhere" (DESIGN §7)."""
+
+    def fall_silent(peer: Peer, _request: Received) -> None:
+        peer.begin_stream()
+        peer.event("one")
+        peer.wait_gone()
+
+    upstream.handler = fall_silent
+    far.engines.update({B: upstream.port, C: other.port})
+    route(plane, B, C)
+    on_b = next(user for user in map(str, range(100)) if plane.call(chosen, plane, user) == B)
+    connection = send_chat(plane, user=on_b, stream=True)
+    read_until(connection, b"one")
+    wait_until(lambda: plane.call(chosen, plane, on_b) == C, 5, "its conversation goes elsewhere")
+    connection.close()
+    wait_until(lambda: plane.call(chosen, plane, on_b) == B, 5, "and comes back")
+
+
+# -- nobody can answer ------------------------------------------------------------------------------------------------
+
+
+def test_a_model_whose_hosts_went_away_is_503_and_says_who_had_it(plane: Plane, far: FarNodes) -> None:
+    """A client-only node that is cut off: 404 would say that there is no such model."""
+    route(plane, B)
+    plane.call(plane.app.note_hosts)
+    plane.catalog.clear()
+    plane.call(plane.view.apply, CatalogChanged(models=()))
+    plane.call(plane.view.apply, RoutesChanged(routes=()))
+    plane.call(plane.app.note_hosts)
+    status, headers, body = plane.chat()
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (503, "hosts_gone")
+    assert "barn served it until 0 s ago" in error["message"]
+    assert headers["retry-after"]
+    assert plane.chat("never-heard-of")[0] == 404
+
+
+def test_hosts_out_of_reach_for_long_are_503(
+    plane: Plane, far: FarNodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "UNREACHABLE_SECONDS", 0.2)
+    route(plane, B)
+    status, _, body = plane.chat()
+    error = json.loads(body)["error"]
+    assert (status, error["code"]) == (503, "hosts_unreachable")
+    assert "barn, which serves m, cannot be reached: no link with 12B: it left" in error["message"]
+
+
+def test_a_placement_waits_for_a_tunneld_that_restarts(plane: Plane, upstream: RawUpstream) -> None:
+    plane.place_on = [B]
+    plane.declare("m")
+    result = in_background(plane.chat)
+    wait_until(lambda: any("tunneld is away" in record.reason for record in plane.log.active()), 5, "it is told")
+    with far_nodes(plane.paths.data_socket) as far:
+        far.engines[B] = upstream.port
+        wait_until(lambda: result, 5, "it is answered")
+    assert result[0][0] == 200
+
+
+# -- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_is_byte_for_byte_what_the_engine_sent(plane: Plane, far: FarNodes, upstream: RawUpstream) -> None:
+    parts = [b"data: {\"n\": %d, \"text\": \"%b\"}\n\n" % (n, bytes(range(128, 191)) * (n % 7)) for n in range(200)]
+
+    def stream(peer: Peer, _request: Received) -> None:
+        peer.begin_stream()
+        for part in parts:
+            peer.chunk(part)
+        peer.end_stream()
+
+    upstream.handler = stream
+    far.engines[B] = upstream.port
+    route(plane, B)
+    status, _, body = plane.chat(stream=True)
+    assert (status, body) == (200, b"".join(parts) + b"data: [DONE]\n\n")
+
+
+def test_an_answer_that_only_ends_is_never_taken_for_whole(
+    plane: Plane, far: FarNodes, upstream: RawUpstream
+) -> None:
+    """Neither length nor chunks: whether the tunnel broke cannot be told from its end."""
+
+    def undelimited(peer: Peer, _request: Received) -> None:
+        peer.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n\r\n{\"half\": ")
+        peer.close()
+
+    upstream.handler = undelimited
+    far.engines[B] = upstream.port
+    route(plane, B)
+    status, headers, _ = plane.chat()
+    assert (status, headers["x-mesh-attempts"]) == (503, "3")
+
+
+@pytest.mark.parametrize("framing", [b"Content-Length: 1000000", b"Transfer-Encoding: chunked"])
+def test_a_large_answer_cut_in_the_tunnel_never_looks_complete(
+    plane: Plane, far: FarNodes, upstream: RawUpstream, framing: bytes
+) -> None:
+    part = b"a" * 200_000
+
+    def cut(peer: Peer, _request: Received) -> None:
+        peer.send(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n%b\r\n\r\n" % framing)
+        peer.send(b"%x\r\n%b\r\n" % (len(part), part) if b"chunked" in framing else part)
+        wait_until(lambda: plane.log.active()[0].response_bytes, 5, "bytes were forwarded")
+        peer.close()
+
+    upstream.handler = cut
+    far.engines[B] = upstream.port
+    route(plane, B)
+    with pytest.raises((http.client.IncompleteRead, ConnectionError)):
+        plane.chat()
+
+
+@pytest.mark.parametrize("answer", [b"\xff\xff\xff\xff", b"\x00\x00\x00\x03abc", b""])
+def test_what_is_no_answer_of_tunneld_is_waited_out(
+    plane: Plane, answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "UNREACHABLE_SECONDS", 0.0)
+    route(plane, B)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(plane.paths.data_socket))
+        listener.listen()
+        result = in_background(plane.chat)
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.recv(1000)
+            connection.sendall(answer)
+        wait_until(lambda: result, 5, "it is refused")
+    assert (result[0][0], json.loads(result[0][2])["error"]["code"]) == (503, "hosts_unreachable")
+    assert not plane.app._plane.tunnels.in_use
