@@ -64,6 +64,8 @@ class Scene:
     socket_path: Path
     leases: LeaseClient
     counts: Counter[str]
+    served: list[TunnelStream]
+    """``b``'s ends of the streams, as they came."""
 
     async def open(
         self, model: str = "alpha", *, peer: PeerId | None = None, deadline_seconds: float = 20.0
@@ -115,6 +117,7 @@ async def tunnel_scene(home: Path, transport: Transport = "tcp") -> AsyncIterato
     def count(what: str) -> None:
         counts[what] += 1
 
+    served: list[TunnelStream] = []
     relay = EngineRelay(leases, count)
     async with end_nodes(transport, MESH.credentials(), MESH.credentials()) as (a, b):
         connection = await a.dial(b)
@@ -127,13 +130,14 @@ async def tunnel_scene(home: Path, transport: Transport = "tcp") -> AsyncIterato
         async def serve() -> None:
             while True:
                 came, stream = await b.streams.get()
+                served.append(stream)
                 tasks.start(_serve_one(relay, came, stream), "serve")
 
         tasks.start(serve(), "accept")
         data = DataSocket(home / "run" / "tunneld.data", open_stream, count, tasks)
         await data.start()
         try:
-            yield Scene(a, b, connection, home / "run" / "tunneld.data", leases, counts)
+            yield Scene(a, b, connection, home / "run" / "tunneld.data", leases, counts, served)
         finally:
             data.close()
             await leases.close()

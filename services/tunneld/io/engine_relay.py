@@ -105,8 +105,10 @@ class EngineRelay:
             await exchange.stream.write(encode_frame(codec.encode(refused)))
             await exchange.stream.finish()
             await exchange.until_end()
-        except (StreamLost, RequestRefused):
+        except StreamLost:
             return
+        except RequestRefused as error:
+            exchange.stream.abort(error.detail)
         finally:
             exchange.close()
 
@@ -202,7 +204,10 @@ class _Exchange:
         self._reader = asyncio.ensure_future(self._read())
 
     async def _read(self) -> None:
-        """Until the other side's direction ends, which it does only once it has its answer. Raises: StreamLost, RequestRefused."""
+        """Until the other side's direction ends, which it does only once it has its answer.
+
+        Raises: StreamLost, RequestRefused for bytes that are not due.
+        """
         while data := await self.stream.read():
             if self._whole:
                 raise RequestRefused("bad_request", "more bytes came than the Content-Length says")
