@@ -37,6 +37,7 @@ PARKED = 2
 """Sockets that lie ready for the other side's next streams."""
 KEPT_IDLE = 8
 GREETING_VERSION = 1
+X509_NOT_YET_VALID, X509_EXPIRED = 9, 10
 
 OnConnection = Callable[[Connection], None]
 OnStream = Callable[[Connection, TunnelStream], None]
@@ -351,7 +352,9 @@ class TlsEndpoint:
         except TimeoutError:
             raise PeerUnreachable(f"no answer over TCP within {HANDSHAKE_SECONDS:g} s") from None
         except ssl.SSLCertVerificationError as error:
-            raise CertificateRefused(f"what answers there is of another mesh: {error.verify_message}") from None
+            clock = error.verify_code in (X509_NOT_YET_VALID, X509_EXPIRED)
+            what = "the certificate there does not fit the clock here" if clock else "what answers there is of another mesh"
+            raise CertificateRefused(f"{what}: {error.verify_message}") from None
         except ssl.SSLError as error:
             raise CertificateRefused(f"the TLS handshake failed: {error.reason or error}") from None
         except OSError as error:
