@@ -95,8 +95,27 @@ class ModelStatus:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LinkStatus:
+    """The connections with another node, as this node's tunneld says."""
+
+    state: str
+    """connecting, connected, waiting, closed."""
+    reason: str
+    """How it is connected, why it waits, why it closed."""
+    transport: str
+    """``quic+tcp`` control and bulk, ``quic``, ``tcp``; empty while there is no connection."""
+    rtt_ms: float | None
+    """Windowed minimum."""
+    address: str
+    """Where the peer is, as a multiaddr without its id; empty while there is no connection."""
+    retry_in_seconds: float | None
+    bytes_sent: int
+    bytes_received: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerStatus:
-    """One node of the mesh, this one included (``is_self``)."""
+    """One node of the mesh, this one included (``is_self``), or one that is only dialled (state ``unknown``)."""
 
     peer_id: str
     name: str
@@ -112,6 +131,22 @@ class PeerStatus:
     models_on_disk: int
     age_seconds: float
     is_self: bool
+    grant: str = ""
+    """member, client, issuer, guest."""
+    trusted: bool = True
+    """False for a guest that nobody trusts like a member."""
+    link: LinkStatus | None = None
+    """None for this node, and while tunneld says nothing about the peer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JoinStepStatus:
+    """One step of the newest join since gossipd's start."""
+
+    name: str
+    state: str
+    """waiting, done, failed."""
+    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,5 +207,7 @@ class NodeStatus:
     models: tuple[ModelStatus, ...]
     skipped: tuple[SkippedView, ...]
     peers: tuple[PeerStatus, ...]
+    join: tuple[JoinStepStatus, ...] = ()
+    """Empty unless somebody asked this gossipd to join."""
     hints: tuple[str, ...]
     """What to do next, each a sentence or a command."""

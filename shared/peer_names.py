@@ -42,5 +42,20 @@ def find_peer(text: str, names: Mapping[PeerId, str], *, unknown: bool = False) 
     raise RequestRefused("no_such_peer", f"no node is called {text[:64]!r}; 'meshctl peers' lists names and ids")
 
 
+def subjects_by_daemon(subject: str, names: Mapping[PeerId, str]) -> dict[str, str]:
+    """What to ask tunneld and gossipd instead of ``subject``, if it means a node; empty when it means none, or several.
+
+    tunneld knows nodes by their whole ids only, gossipd by their names too.
+    """
+    try:
+        peer_id = find_peer(subject, names)
+    except RequestRefused:
+        return {}
+    asked: dict[str, str] = {"tunneld": peer_id}
+    if subject not in names.values():
+        asked["gossipd"] = peer_id
+    return asked
+
+
 def _is_part(text: str, peer_id: PeerId) -> bool:
     return peer_id.startswith(text) or peer_id.endswith(text)

@@ -24,6 +24,8 @@ from shared.messages.models import (
     MeshModel,
     SlotChanged,
 )
+from shared.messages.trust import JoinChanged
+from shared.messages.tunnel import LinkChanged
 from shared.node_status import (
     Addresses,
     DaemonStatus,
@@ -33,12 +35,12 @@ from shared.node_status import (
     NodeStatus,
     NodeView,
     Overall,
-    PeerStatus,
     Ports,
     ProcessRow,
     RequestsView,
     SkippedView,
 )
+from shared.peer_view import join_steps, peers_of
 from shared.status_hints import hints_for
 from shared.version import VERSION
 
@@ -83,7 +85,7 @@ def build_status(
     """Everything a person wants to know about this node, from whatever the daemons could say."""
     daemons = tuple(_daemon(name, infos.get(name), snapshots.get(name), processes) for name in DAEMONS)
     members = _all(snapshots.get("gossipd"), MemberChanged)
-    peers = tuple(_peer(member) for member in members)
+    peers = peers_of(members, _all(snapshots.get("tunneld"), LinkChanged))
     names = {peer.peer_id: peer.name for peer in peers}
     inventory = _one(snapshots.get("launcherd"), InventoryChanged)
     models = _models(
@@ -119,6 +121,7 @@ def build_status(
         if inventory
         else (),
         peers=peers,
+        join=join_steps(_one(snapshots.get("gossipd"), JoinChanged)),
         hints=(),
     )
     return dataclasses.replace(view, hints=hints_for(view))
@@ -176,26 +179,6 @@ _PROCESS_REASONS = {
     "stopped": "it was stopped, or the node has just been started",
     "stopping": "it is finishing its work",
 }
-
-
-def _peer(member: MemberChanged) -> PeerStatus:
-    said = member.announcement
-    return PeerStatus(
-        peer_id=said.peer_id,
-        name=said.name,
-        state=member.state,
-        reason=member.reason,
-        role=said.role,
-        node_state=said.state,
-        version=said.version,
-        device=said.device,
-        vram_bytes=said.vram_bytes,
-        addresses=said.addresses,
-        hosted=tuple(served.model for served in said.hosted),
-        models_on_disk=len(said.available_models),
-        age_seconds=member.age_seconds,
-        is_self=member.is_self,
-    )
 
 
 def _node(

@@ -7,9 +7,12 @@ import click
 from services.meshctl.completion import complete_model
 from services.meshctl.node import Node
 from services.meshctl.output import age, clean, print_json
+from shared.codec import Message
 from shared.errors import MeshError
 from shared.ids import DAEMONS
 from shared.messages.daemon import ExplainSubject, Explanation, GetStory, Story
+from shared.messages.mesh import MemberChanged
+from shared.messages.tunnel import LinkChanged
 
 CAUSAL_ORDER = ("tunneld", "gossipd", "electiond", "launcherd", "proxyd")
 """Who is there, who is in the mesh, who shall serve what, what runs here, what happened to requests."""
@@ -28,7 +31,7 @@ def why(subject: str, as_json: bool) -> None:
     node.running()
     said: dict[str, list[str]] = {}
     silent: dict[str, str] = {}
-    for daemon, reply in node.ask_all(ExplainSubject(subject=subject), CAUSAL_ORDER).items():
+    for daemon, reply in _explanations(node, subject).items():
         match reply:
             case Explanation(sentences=sentences):
                 if sentences:
@@ -47,13 +50,30 @@ def why(subject: str, as_json: bool) -> None:
         raise UnknownSubject(_unknown(node, subject, silent))
 
 
+def _explanations(node: Node, subject: str) -> dict[str, Message | MeshError]:
+    """Every daemon's word, in causal order."""
+    from shared.peer_names import subjects_by_daemon
+
+    asked = node.survey(["gossipd", "tunneld"]).snapshots
+    names = {item.peer_id: "" for item in asked["tunneld"] or () if isinstance(item, LinkChanged)}
+    for item in asked["gossipd"] or ():
+        if isinstance(item, MemberChanged):
+            names[item.announcement.peer_id] = item.announcement.name
+    other = subjects_by_daemon(subject, names)
+    said: dict[str, Message | MeshError] = {}
+    for daemon in other:
+        said |= node.ask_all(ExplainSubject(subject=other[daemon]), (daemon,))
+    said |= node.ask_all(ExplainSubject(subject=subject), [name for name in CAUSAL_ORDER if name not in other])
+    return {name: said[name] for name in CAUSAL_ORDER}
+
+
 def _unknown(node: Node, subject: str, silent: dict[str, str]) -> str:
     import difflib
 
     if silent:
         return f"the daemons that answered know nothing about {subject!r}; {', '.join(silent)} did not answer"
     view = node.status()
-    names = [model.name for model in view.models] + [peer.name for peer in view.peers]
+    names = [model.name for model in view.models] + [peer.name for peer in view.peers if peer.name]
     close = difflib.get_close_matches(subject, names, n=1, cutoff=0.4)
     hint = f"did you mean {close[0]}?" if close else "'meshctl models list' and 'meshctl peers' show what there is"
     return f"no daemon knows a model, node or recent request {subject!r}; {hint}"

@@ -104,6 +104,7 @@ STATE_STYLES = {
     "starting": "yellow",
     "warn": "yellow",
     "idle": "yellow",
+    "waiting": "yellow",
     "degraded": "yellow",
     "suspect": "yellow",
     "needs_capacity": "yellow",
@@ -145,7 +146,7 @@ def table(
         for row in rows:
             cells = [Text(clean(cell)) for cell in row]
             if state_column is not None:
-                cells[state_column].stylize(STATE_STYLES.get(row[state_column], ""))
+                cells[state_column].stylize(STATE_STYLES.get(row[state_column].partition(",")[0], ""))
             shown.add_row(*cells)
         return shown
 

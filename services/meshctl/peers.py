@@ -9,6 +9,7 @@ from services.meshctl.node import Node, NodeDown
 from services.meshctl.output import clean, console, print_json, short_id, size, table
 from shared.messages.daemon import Done
 from shared.messages.trust import BanPeer, TrustPeer
+from shared.peer_view import link_words
 
 DECIDE_SECONDS = 10.0
 
@@ -39,17 +40,18 @@ def _list(as_json: bool) -> None:
         raise NodeDown(f"gossipd knows no node, not even this one: {why.detail}. See 'meshctl logs gossipd'")
     rows = [
         (
-            peer.name + (" (this node)" if peer.is_self else ""),
-            peer.state,
+            (peer.name or "?") + (" (this node)" if peer.is_self else ""),
+            peer.state if peer.node_state in ("active", "") else f"{peer.state}, {peer.node_state}",
             peer.role,
             short_id(peer.peer_id),
             peer.device,
             size(peer.vram_bytes),
             ", ".join(peer.hosted),
+            link_words(peer.link),
         )
         for peer in sorted(view.peers, key=lambda peer: (not peer.is_self, peer.name, peer.peer_id))
     ]
-    console().print(table(["NODE", "STATE", "ROLE", "ID", "DEVICE", "MEMORY", "SERVES"], rows, state_column=1))
+    console().print(table(["NODE", "STATE", "ROLE", "ID", "DEVICE", "MEMORY", "SERVES", "LINK"], rows, state_column=1))
 
 
 @peers.command("ban")

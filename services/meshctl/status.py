@@ -114,12 +114,29 @@ def _parts(view: NodeStatus, width: int) -> list[Any]:
                 lines.append(f"  {label if not at else '':8}", style="dim")
                 lines.append(f"{line}\n")
     lines.rstrip()
-    parts: list[Any] = [head, lines, Text(), _daemon_table(view, width)]
+    parts: list[Any] = [head, lines, *_join_part(view), Text(), _daemon_table(view, width)]
     if view.models:
         parts += [Text(), _model_table(view.models, width)]
     if view.hints:
         parts += [Text(), Text("\n".join(f"next: {clean(hint)}" for hint in view.hints))]
     return parts
+
+
+def _join_part(view: NodeStatus) -> list[Any]:
+    """The steps of a join that waits or failed; of one that is through there is nothing to say."""
+    from rich.text import Text
+
+    from services.meshctl.output import STATE_STYLES
+
+    if all(step.state == "done" for step in view.join):
+        return []
+    text = Text("\njoining\n", style="bold")
+    for step in view.join:
+        text.append(f"  {step.name:9}", style="dim")
+        text.append(f"{step.state:8} ", style=STATE_STYLES.get(step.state, ""))
+        text.append(f"{clean(step.detail)}\n")
+    text.rstrip()
+    return [text]
 
 
 def _mesh(view: NodeStatus) -> str:

@@ -48,6 +48,21 @@ def test_a_node_is_named_by_a_part_of_its_id(mesh: list[Node]) -> None:
     assert (code, "meshctl peers" in detail) == ("no_such_peer", True)
 
 
+def test_peers_and_why_tell_of_the_link(mesh: list[Node]) -> None:
+    def link() -> dict[str, object]:
+        return dict(next(peer["link"] for peer in peers(mesh[0]) if peer["name"] == "n1") or {})
+
+    wait_for(lambda: link().get("transport") == "quic+tcp" and link().get("rtt_ms"), 20, "both transports, measured")
+    assert link()["state"] == "connected"
+    assert "quic+tcp" in mesh[0].meshctl("peers").stdout
+    peer_id = next(peer["peer_id"] for peer in peers(mesh[0]) if peer["name"] == "n1")
+    for name in ("n1", peer_id[-8:]):
+        said = mesh[0].meshctl("why", name).stdout
+        assert f"tunneld   The link with {peer_id} is connected, round trip" in said
+        assert f"gossipd   n1 ({peer_id}) is alive" in said
+        assert "with grant member" in said
+
+
 def test_unload_and_load_on_another_node(mesh: list[Node]) -> None:
     here, there = mesh
     assert "n1: beta" in here.meshctl("unload", "beta", "--node", "n1").stdout

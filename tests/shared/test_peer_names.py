@@ -7,7 +7,7 @@ import pytest
 from shared.errors import RequestRefused
 from shared.ids import PeerId
 from shared.peer_ids import peer_id_of
-from shared.peer_names import find_peer
+from shared.peer_names import find_peer, subjects_by_daemon
 
 NAMES = {
     PeerId("12D3KooWaaaaXXXX"): "desk",
@@ -38,3 +38,10 @@ def test_a_whole_id_may_be_unknown_here() -> None:
         find_peer(stranger, NAMES)
     with pytest.raises(RequestRefused):
         find_peer("12D3KooWnonsense", NAMES, unknown=True)
+
+
+def test_what_means_a_node_is_asked_by_its_id_where_names_are_not_known() -> None:
+    assert subjects_by_daemon("desk", NAMES) == {"tunneld": "12D3KooWaaaaXXXX"}
+    assert subjects_by_daemon("XXXX", NAMES) == {"tunneld": "12D3KooWaaaaXXXX", "gossipd": "12D3KooWaaaaXXXX"}
+    assert subjects_by_daemon("server", NAMES) == {}, "two nodes have the name"
+    assert subjects_by_daemon("qwen3-8b", NAMES) == {}
