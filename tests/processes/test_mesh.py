@@ -199,6 +199,25 @@ def test_a_node_that_goes_dark_costs_no_request_and_is_gone_in_time(mesh: list[N
     assert text_of(dark, "ash") == text_of(mesh[0], "ash")
 
 
+def test_a_node_that_falls_silent_costs_no_request(mesh: list[Node]) -> None:
+    """TRAPS 3, 8: frozen, it keeps its connections and answers nothing. New requests go elsewhere meanwhile."""
+    frozen = processes_of(mesh[4].home)
+    with Load(mesh[0], "dogwood") as load, Load(mesh[1], "dogwood") as other:
+        for process in frozen:
+            process.suspend()
+        try:
+            wait_for(lambda: "n4" not in alive(mesh[0]), 30, "it is no longer listed as alive")
+            load.more(10)
+            other.more(10)
+        finally:
+            for process in frozen:
+                process.resume()
+    assert load.failures + other.failures == []
+    print(f"slowest request while a host was frozen: {max(load.slowest_seconds, other.slowest_seconds):.1f} s")
+    for node in mesh:
+        wait_for(lambda node=node: len(alive(node)) == 5, 30, "everybody sees everybody again")
+
+
 def test_a_stopped_node_says_goodbye(mesh: list[Node]) -> None:
     mesh[4].down()
     seconds = until_seconds(lambda: "n4" not in alive(mesh[0]), 10, "it is no longer listed")
