@@ -268,8 +268,9 @@ class Custody:
             self._believed_seconds = started_seconds
             for new in wanted:
                 effects += self._change(new)
-        for offer in offers:
-            effects += self._offered(offer, worker)
+        offered = [effect for offer in offers for effect in self._offered(offer, worker)]
+        # All are held before anybody is told: what is told is every listener, and its socket must be here.
+        effects += sorted(offered, key=lambda effect: not isinstance(effect, KeepOffer))
         for state in self.listeners.values():
             if state.port == 0 and state.attempts == 0 and state.attempt_at == math.inf:
                 state.any_port_at = now + ANOTHER_PORT_SECONDS

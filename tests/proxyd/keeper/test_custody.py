@@ -105,6 +105,19 @@ def test_an_offer_ends_the_waiting_for_a_taken_port() -> None:
     assert core.handle(BindFailed("api", 9337, in_use=True, detail="late"), now=0.1) == []
 
 
+def test_sockets_offered_together_are_all_held_before_anybody_is_told_of_them() -> None:
+    """Found under load: keeper and stub were killed together, and the new worker joined before the old one offered."""
+    core = Custody({})
+    console = WantedListener(name="console", host="127.0.0.1", port=3131)
+    core.handle(WorkerJoined(2, 2.0, False, (), (API, console)), now=0)
+    for name, port in (("api", 9337), ("console", 3131)):
+        core.handle(BindFailed(name, port, in_use=True, detail="in use"), now=0)
+    offers = (Offer("api", "127.0.0.1", 9337), Offer("console", "127.0.0.1", 3131))
+    effects = core.handle(WorkerJoined(1, 1.0, True, offers, (API, console)), now=0.05)
+    assert effects[:2] == [KeepOffer("api", 1), KeepOffer("console", 1)]
+    assert effects.count(SendListeners(2)) >= 1
+
+
 def test_an_offer_of_another_address_is_released_so_that_the_wanted_one_can_be_bound() -> None:
     core = Custody({})
     effects = core.handle(joined(1, offer=Offer("api", "127.0.0.1", 1234)), now=0)
