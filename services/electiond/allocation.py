@@ -1,18 +1,18 @@
 """Which models belong on a node. Stateless rules, total orders: every node derives the same answer.
 
-Rules for a node that names no model, first match wins: (1) a model that cannot run without this node's memory and now
-can, (2) on disk, fits, served by nobody, (3) on disk, served, would gain from more capacity, (4) the same with a
-download, (5) join the largest model's group. On its own a node can only ever match rule 2: 1, 3 and 5 speak of groups
-and 4 of peers to copy from. Source: docs/spec/allocation.md.
+What a node's owner names, and in words why a node has nothing; the mesh's own placements are in ``placements``.
+Source: docs/spec/allocation.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 
+from services.electiond.near import NearSets
+from services.electiond.placements import MAX_ACTIVE, active_count, plan_placements, serving_names
 from services.electiond.view import Node, model_need_bytes
 from shared.ids import ModelName
-from shared.messages.mesh import AvailableModel
 from shared.messages.models import Assignment, ModelType
 from shared.words import size_words
 
@@ -44,47 +44,57 @@ def assign_named(
     return tuple(chosen)
 
 
-def assign_model(node: Node, nodes: Sequence[Node], declined: Collection[ModelName]) -> Assignment | None:
+def assign_model(
+    node: Node, nodes: Sequence[Node], declined: Collection[ModelName], *, near: NearSets | None = None
+) -> Assignment | None:
     """The one model that the mesh places on an unassigned ``node``, or ``None``.
 
-    Never the llm-sized guide when the owner has a model of their own: a builtin model comes last.
+    What the node itself still runs is no reason against it.
     """
-    candidates = [
-        model
-        for model in node.models.values()
-        if model.type == "llm"
-        and model.name not in declined
-        and node.fits(model)
-        and not any(other.hosts(model.name) for other in nodes if other.peer_id != node.peer_id)
-    ]
-    if not candidates:
-        return None
-    best = min(candidates, key=_preference)
-    return Assignment(
-        model=best.name,
-        origin="allocation",
-        reason=f"the largest model on {node.name}'s disk that fits ({size_words(model_need_bytes(best))} of "
-        f"{size_words(node.vram_bytes)}) and that no other node serves",
-    )
+    mine = replace(node, hosted=(), serving=(), requested=())
+    others = [other for other in nodes if other.peer_id != node.peer_id]
+    refused = {(name, node.peer_id) for name in declined}
+    found = plan_placements([mine, *others], near=near, refused=refused).get(node.peer_id)
+    return found.assignment() if found else None
 
 
-def why_unassigned(node: Node, declined: Collection[ModelName]) -> str:
-    """In words: why :func:`assign_model` found nothing."""
+def why_unassigned(node: Node, declined: Collection[ModelName], nodes: Sequence[Node] = ()) -> str:
+    """In words: why :func:`assign_model` found nothing, and what this node could do with a file it has not."""
+    if node.standing == "client":
+        return "this node is a client: it serves nothing and asks the others"
+    if node.standing == "draining":
+        return "this node is draining: it takes nothing new; 'meshctl drain --off' ends that"
     models = [model for model in node.models.values() if model.type == "llm"]
     if not models:
-        return "no model file of type llm in the models folders; put a .gguf there"
+        return "no model file of type llm in the models folders; put a .gguf there" + _with_a_copy(node, nodes)
     refused = [model for model in models if model.name in declined]
     if len(refused) == len(models):
         return f"{', '.join(sorted(model.name for model in refused))}: unloaded or failed; ask for it to load it again"
     left = [model for model in models if model.name not in declined]
     if any(node.fits(model) for model in left):
+        if active_count(nodes) >= MAX_ACTIVE:
+            return (
+                f"every model on its disk that fits is served, and {active_count(nodes)} nodes are active already "
+                f"(at most {MAX_ACTIVE}): it stands by"
+            )
         return "every model on its disk that fits is served by another node already"
     smallest = min(left, key=lambda model: (model_need_bytes(model), model.name))
     return (
         f"no model fits: the smallest, {smallest.name}, needs {size_words(model_need_bytes(smallest))}, "
-        f"{node.device} offers {size_words(node.vram_bytes)}"
+        f"{node.device} offers {size_words(node.vram_bytes)}" + _with_a_copy(node, nodes)
     )
 
 
-def _preference(model: AvailableModel) -> tuple[bool, int, str]:
-    return (model.builtin, -model.file_size_bytes, model.name)
+def _with_a_copy(node: Node, nodes: Sequence[Node]) -> str:
+    """Rule 4 for a node that cannot download: what it would get, and from whom."""
+    if node.may_download:
+        return ""
+    able = replace(node, may_download=True, hosted=(), serving=(), requested=())
+    others = [other for other in nodes if other.peer_id != node.peer_id]
+    found = plan_placements([able, *(replace(other, requested=(ModelName("-"),)) for other in others)])
+    placement = found.get(node.peer_id)
+    if placement is None or placement.rule != 4:
+        return ""
+    holder = min((other for other in others if other.has(placement.model)), key=lambda other: other.peer_id)
+    served = "more capacity for it" if placement.model in serving_names(others) else "which nobody serves"
+    return f"; with a copy of {placement.model} from {holder.name} it could serve that, {served}"

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterable
 
-from services.electiond.elections import (
+from services.electiond.elections import Elections
+from services.electiond.io.memory_file import MemoryFile, this_run
+from services.electiond.stimuli import (
     ConfigApplied,
     Effect,
-    Elections,
     LauncherReplaced,
     MembersReplaced,
     Memory,
@@ -17,7 +18,6 @@ from services.electiond.elections import (
     Reply,
     Stimulus,
 )
-from services.electiond.io.memory_file import MemoryFile, this_run
 from shared import codec
 from shared.config import NodeConfig, changed_keys, load_config
 from shared.errors import RequestRefused, StillStarting
@@ -38,6 +38,7 @@ from shared.messages.models import (
     RoutesChanged,
     SlotChanged,
 )
+from shared.messages.trust import PeersWanted
 from shared.paths import NodePaths
 
 
@@ -46,6 +47,7 @@ def config_stimulus(config: NodeConfig) -> ConfigApplied:
         configured=config.configured,
         named=tuple(ModelName(name) for name in config.models.serve),
         slot_limits={type: config.slot_limit(type) for type in MODEL_TYPES},
+        client=config.node.client,
     )
 
 
@@ -63,6 +65,7 @@ class Electiond:
         )
         self.bus = BusServer("electiond", paths, self, self.answer, self.tasks)
         self._tokens = 0
+        self._logged_routes = ""
         self._replies: dict[int, asyncio.Future[codec.Message]] = {}
 
     def start(self) -> None:
@@ -76,7 +79,7 @@ class Electiond:
 
     def on_message(self, message: codec.Message) -> None:
         match message:
-            case InventoryChanged() | DeviceChanged() | SlotChanged() | MemberChanged():
+            case InventoryChanged() | DeviceChanged() | SlotChanged() | MemberChanged() | PeersWanted():
                 self.drive.post(message)
 
     def on_launcher(self, messages: list[codec.Message]) -> None:
@@ -86,6 +89,8 @@ class Electiond:
         self.drive.post(LauncherReplaced(inventory=inventory, device=device, slots=slots))
 
     def on_members(self, messages: list[codec.Message]) -> None:
+        wanted = next((item for item in messages if isinstance(item, PeersWanted)), PeersWanted(peers=()))
+        self.drive.post(wanted)
         self.drive.post(MembersReplaced(tuple(item for item in messages if isinstance(item, MemberChanged))))
 
     # -- effects ------------------------------------------------------------------------------------------
@@ -110,7 +115,11 @@ class Electiond:
                 if not assignments:
                     log.info("unassigned", reason=reason)
             case RoutesChanged(routes=routes):
-                log.info("routes", models=" ".join(route.model for route in routes) or "none")
+                # How busy hosts are is in there too, and changes all the time.
+                shown = " ".join(f"{route.model}({len(route.hosts)})" for route in routes) or "none"
+                if shown != self._logged_routes:
+                    self._logged_routes = shown
+                    log.info("routes", models=shown)
             case CatalogChanged(models=models):
                 ready = sum(1 for model in models if model.status == "ready")
                 log.info("catalog", models=len(models), ready=ready)
@@ -137,17 +146,17 @@ class Electiond:
 
     async def answer(self, request: codec.Message, _deadline_seconds: float) -> codec.Message:
         match request:
-            case PlaceModel(model=model):
+            case PlaceModel(model=model, avoid=avoid):
                 self._tokens += 1
                 future: asyncio.Future[codec.Message] = asyncio.get_running_loop().create_future()
                 self._replies[self._tokens] = future
-                self.drive.post(PlaceRequested(self._tokens, model))
+                self.drive.post(PlaceRequested(self._tokens, model, avoid))
                 return await future
             case ExplainSubject(subject=subject):
                 return Explanation(sentences=self.elections.explain(subject))
             case ReloadConfig():
                 new = load_config(self.paths.config_file, environment())
-                mine = ("models.serve", "models.max_loaded_models")
+                mine = ("models.serve", "models.max_loaded_models", "node.client")
                 changed = tuple(key for key in changed_keys(self.config, new) if key in mine)
                 self.config = new
                 self.drive.post(config_stimulus(new))

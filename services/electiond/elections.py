@@ -12,25 +12,26 @@ an earlier life had said stands meanwhile, so that a restart of electiond alone 
 stimulus               condition                                   what it does to the assignments
 =====================  ==========================================  =============================================
 ConfigApplied          models are named                            those replace earlier named ones
-any view change        configured, no named one, none assigned,    rule of ``allocation.assign_model``
-                       inventory known, not held by its owner,
-                       nothing on its way for a request
+any view change        configured, no named one, none assigned,    this node's part of
+                       inventory known, not held by its owner,     ``placements.plan_placements``, at once when it
+                       nothing on its way for a request            is alone, else when the mesh has settled
 SlotChanged ready      nobody assigned it yet                      becomes an assignment of its slot's origin
 SlotChanged coming     placed by the mesh, before a restart        stays an assignment
 SlotChanged unloaded   assigned; by its owner, or unused too long  withdrawn and declined; the node is its owner's
 SlotChanged unloaded   assigned; made room for another model       withdrawn and declined
 SlotChanged unloaded   assigned for a request that is gone         withdrawn
 SlotChanged failed     the mesh had placed it                      withdrawn and declined; the rule runs again
-PlaceModel             this node can serve it                      assigned with origin ``request``
+PlaceModel             ``election.place`` chose this node          assigned with origin ``request``
+PlaceModel             it chose another one                        none; the lease taken there loads the model
 =====================  ==========================================  =============================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import replace
 
-from services.electiond.allocation import assign_model, assign_named, why_unassigned
+from services.electiond.allocation import assign_named, why_unassigned
 from services.electiond.catalog import (
     NAME_CHARACTERS,
     WAITING_STATES,
@@ -40,9 +41,26 @@ from services.electiond.catalog import (
     too_large_words,
 )
 from services.electiond.election import place
+from services.electiond.identity import with_mesh_names
+from services.electiond.near import NearSets
+from services.electiond.pace import Pace
+from services.electiond.placements import Placement, plan_placements
+from services.electiond.promises import Promises
 from services.electiond.routes import build_routes
-from services.electiond.view import Node, node_of, own_node
-from shared.ids import ModelName, PeerId, SlotId
+from services.electiond.stimuli import (
+    NO_MEMORY,
+    ConfigApplied,
+    Effect,
+    LauncherReplaced,
+    MembersReplaced,
+    Memory,
+    PlaceRequested,
+    Publish,
+    Reply,
+    Stimulus,
+)
+from services.electiond.view import Node, View, stem
+from shared.ids import ModelName, PeerId
 from shared.io.drive import Tick
 from shared.messages.daemon import Refused
 from shared.messages.mesh import MemberChanged
@@ -53,102 +71,17 @@ from shared.messages.models import (
     DeviceChanged,
     InventoryChanged,
     ModelPlaced,
-    ModelType,
     RoutesChanged,
     SlotChanged,
 )
+from shared.messages.trust import PeersWanted
 
 IDLE_WORDS = "this node is idle: it has no mesh.toml. Run 'meshctl up' (or bin/quickstart) to set it up"
 DECLINED_LIMIT = 1_000
 HOLD_SECONDS = 3.0
 """After a start electiond waits so long for launcherd and gossipd; gossipd itself waits up to 2 s for tunneld."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigApplied:
-    configured: bool
-    named: tuple[ModelName, ...]
-    slot_limits: Mapping[ModelType, int]
-    """Models of each type this node may load at once; -1 without limit, 1 for a type that is not in it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LauncherReplaced:
-    """Everything launcherd publishes, from a snapshot."""
-
-    inventory: InventoryChanged | None
-    device: DeviceChanged | None
-    slots: tuple[SlotChanged, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class MembersReplaced:
-    """The whole membership, from a snapshot of gossipd."""
-
-    members: tuple[MemberChanged, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class PlaceRequested:
-    """``PlaceModel`` came in; answer it with :class:`Reply` under ``token``."""
-
-    token: int
-    model: ModelName
-
-
-Stimulus = (
-    ConfigApplied
-    | LauncherReplaced
-    | MembersReplaced
-    | InventoryChanged
-    | DeviceChanged
-    | SlotChanged
-    | MemberChanged
-    | PlaceRequested
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Publish:
-    message: CatalogChanged | AssignmentsChanged | RoutesChanged
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    token: int
-    message: ModelPlaced | Refused
-
-
-@dataclass(frozen=True, slots=True)
-class Memory:
-    """What a restart of electiond alone must not forget. Also the effect that says: keep this."""
-
-    declined: tuple[tuple[ModelName, str], ...] = ()
-    held_by_owner: bool = False
-    named: tuple[ModelName, ...] = ()
-    """What the configuration named: only what it names anew is no longer declined."""
-
-
-NO_MEMORY = Memory()
-Effect = Publish | Reply | Memory
-
-
-@dataclass(slots=True)
-class View:
-    """First-hand reports and announcements, as they came."""
-
-    members: dict[PeerId, MemberChanged] = field(default_factory=dict)
-    inventory: InventoryChanged | None = None
-    device: DeviceChanged | None = None
-    slots: dict[SlotId, SlotChanged] = field(default_factory=dict)
-
-    def nodes(self, named: tuple[ModelName, ...]) -> list[Node]:
-        """All living nodes by peer id, this one built at first hand."""
-        own = next((member for member in self.members.values() if member.is_self), None)
-        models = self.inventory.models if self.inventory else ()
-        mine = own_node(own, models, self.device, self.slots.values(), named)
-        others = [node_of(member) for member in self.members.values() if not member.is_self and member.state == "alive"]
-        return sorted([mine, *others], key=lambda node: node.peer_id)
+STALE_SECONDS = 0.5
+"""Load and round trips of other nodes move all the time; they are taken up together."""
 
 
 class Elections:
@@ -165,13 +98,26 @@ class Elections:
         self._asked: list[PlaceRequested] = []
         self._config = ConfigApplied(configured=False, named=memory.named, slot_limits={})
         self._view = View()
+        self._near = NearSets()
+        self._pace = Pace()
+        self._promises = Promises()
+        self._peers_expected = False
+        self._nodes: list[Node] = []
+        """As of the last derivation, by the mesh's names."""
+        self._due: float | None = None
+        """When a placement that waits may be made."""
+        self._stale_at: float | None = None
+        """When what moves all the time, load and round trips, is told again."""
         self._assignments: dict[ModelName, Assignment] = {}
         self._memory = memory
         self._declined: dict[ModelName, str] = dict(memory.declined)
         self._held_by_owner = memory.held_by_owner
 
     def next_deadline(self) -> float | None:
-        return None if self.settled else self._hold_until
+        """When something is due without a further report: in seconds of the same clock as ``now``."""
+        if not self.settled:
+            return self._hold_until
+        return min((at for at in (self._due, self._stale_at) if at is not None), default=None)
 
     def handle(self, stimulus: Stimulus | Tick, *, now: float) -> list[Effect]:
         if self._hold_until is None:
@@ -189,7 +135,7 @@ class Elections:
                     self._take_slot(slot)
             case MembersReplaced(members=members):
                 if any(member.is_self for member in members):
-                    self._view.members = {member.announcement.peer_id: member for member in members}
+                    self._replace_members(members)
             case InventoryChanged():
                 self._take_inventory(stimulus)
             case DeviceChanged():
@@ -197,7 +143,12 @@ class Elections:
             case SlotChanged():
                 self._take_slot(stimulus)
             case MemberChanged():
-                self._view.members[stimulus.announcement.peer_id] = stimulus
+                if not self._take_member(stimulus) and self.settled:
+                    self._stale_at = self._stale_at if self._stale_at is not None else now + STALE_SECONDS
+                    return []
+            case PeersWanted(peers=peers):
+                self._peers_expected = bool(peers)
+                self._pace.expect_peers(self._peers_expected, now=now)
             case PlaceRequested(token=token) if not self._config.configured:
                 return [Reply(token, Refused(code="idle", detail=IDLE_WORDS))]
             case PlaceRequested():
@@ -206,13 +157,33 @@ class Elections:
                 pass
         if not self.settled and not self._heard_all() and now < self._hold_until:
             return []
+        effects = self._derive(now)
         self.settled = True
-        effects = self._derive()
         if self._asked:
-            replies = [Reply(asked.token, self._place(asked.model)) for asked in self._asked]
+            replies = [Reply(asked.token, self._place(asked.model, asked.avoid, now)) for asked in self._asked]
             self._asked.clear()
-            effects += [*self._derive(), *replies]
+            effects += [*self._derive(now), *replies]
         return effects
+
+    def _replace_members(self, members: tuple[MemberChanged, ...]) -> None:
+        gone = self._view.members.keys() - {member.announcement.peer_id for member in members}
+        for peer_id in gone:
+            del self._view.members[peer_id]
+            self._near.forget(peer_id)
+        for member in sorted(members, key=lambda member: not member.is_self):
+            self._take_member(member)
+
+    def _take_member(self, member: MemberChanged) -> bool:
+        """Whether more changed than what moves all the time: load and round trips."""
+        peer_id = member.announcement.peer_id
+        own = self._view.own
+        self._near.observe(member, own.announcement.peer_id if own else PeerId(""))
+        known = self._view.members.get(peer_id)
+        if member.state in ("dead", "left") and not member.is_self:
+            self._view.members.pop(peer_id, None)
+            return known is not None
+        self._view.members[peer_id] = member
+        return known is None or _lasting(known) != _lasting(member)
 
     def _heard_all(self) -> bool:
         view = self._view
@@ -238,12 +209,16 @@ class Elections:
         if name is None or model is None:
             return ()
         sentences = [f"{name} is {model.status}: {model.reason}."]
-        if name in self._assignments:
-            sentences.append(f"It belongs on this node: {self._assignments[name].reason}.")
-        elif name in self._declined:
-            sentences.append(f"It is not placed here by itself any more: {self._declined[name]}.")
-        if name in self.story_of:
-            sentences.append(f"Last decision: {self.story_of[name]}.")
+        here = model.name_here or name
+        own = next((node for node in self._nodes if node.is_self), None)
+        if here in self._assignments:
+            sentences.append(f"It belongs on this node: {self._assignments[here].reason}.")
+        elif here in self._declined:
+            sentences.append(f"It is not placed here by itself any more: {self._declined[here]}.")
+        elif own is not None and len(self._nodes) > 1 and not self._assignments and self.assigned.idle_reason:
+            sentences.append(f"This node serves nothing: {self.assigned.idle_reason}.")
+        if here in self.story_of:
+            sentences.append(f"Last decision: {self.story_of[here]}.")
         return tuple(sentences)
 
     # -- assignments ----------------------------------------------------------------------------------------
@@ -253,10 +228,10 @@ class Elections:
         self._config = config
         for name in newly_named:
             self._declined.pop(name, None)
-            self._declined.pop(_stem(name), None)
+            self._declined.pop(stem(name), None)
         if newly_named:
             self._held_by_owner = False
-        still_named = {*config.named, *map(_stem, config.named)}
+        still_named = {*config.named, *map(stem, config.named)}
         flagged = [name for name, item in self._assignments.items() if item.origin == "flag"]
         self._drop([name for name in flagged if name not in still_named])
 
@@ -323,18 +298,25 @@ class Elections:
         for model in models:
             self._assignments.pop(model, None)
 
-    def _allocate(self, nodes: list[Node]) -> str:
-        """Bring the assignments in line with the rules; why there is none, if there is none."""
+    def _allocate(self, nodes: list[Node], now: float) -> str:
+        """Bring the assignments in line with the rules; why there is none, if there is none.
+
+        ``nodes`` go by the mesh's names; assignments by this node's own, as launcherd knows no others.
+        """
+        self._due = None
         if not self._config.configured:
             self._assignments.clear()
             return IDLE_WORDS
         own = next(node for node in nodes if node.is_self)
+        if own.standing == "client":
+            self._assignments.clear()
+            return why_unassigned(own, ())
         if self._view.inventory is None or self._view.device is None:
             return "" if self._assignments else "waits for launcherd to report models and memory"
         named = [name for name in self._resolved_names() if name not in self._declined]
         wanted = {
             item.model: item
-            for item in assign_named(own, named, self._config.slot_limits, assigned=self._assignments.keys())
+            for item in assign_named(self._own(), named, self._config.slot_limits, assigned=self._assignments.keys())
         }
         for name, item in wanted.items():
             if name not in self._assignments:
@@ -345,17 +327,41 @@ class Elections:
         if coming:
             return f"waits for {', '.join(sorted(set(coming)))}, which is being loaded already"
         failed = {slot.model for slot in self._view.slots.values() if slot.state == "failed"}
-        avoided = self._declined.keys() | failed
-        found = assign_model(own, nodes, avoided)
-        if found is None:
-            return why_unassigned(own, avoided)
-        self._assign(found)
+        found = self._placement(own, nodes, self._declined.keys() | failed, now)
+        if isinstance(found, str):
+            return found
+        self._assign(replace(found.assignment(), model=own.local_name(found.model)))
         return ""
+
+    def _placement(self, own: Node, nodes: list[Node], avoided: Collection[ModelName], now: float) -> Placement | str:
+        """What the mesh places on this free node now, or in words why nothing."""
+        if (len(nodes) > 1 or self._peers_expected or self._pace.moved) and now < self._pace.ready_at():
+            self._due = self._pace.ready_at()
+            return self._pace.reason()
+        refused = {(own.mesh_name(name), own.peer_id) for name in avoided}
+        mine = replace(own, hosted=(), serving=(), requested=())
+        everyone = [mine, *(node for node in nodes if not node.is_self)]
+        while True:
+            plan = plan_placements(everyone, near=self._near, refused=refused | self._promises.passed)
+            mine_is = plan.pop(own.peer_id, None)
+            wished = [item for item in plan.values() if item.rule != 3 and self._could(own, item.model, refused)]
+            if not self._promises.expect(wished, now=now):
+                break
+        self._due = self._promises.next_deadline()
+        if mine_is is not None and (mine_is.rule in (1, 2) or not wished):
+            return mine_is
+        if wished:
+            taker = next(node.name for node in nodes if node.peer_id == wished[0].peer_id)
+            return f"stands by for {wished[0].model}, which nobody serves and {taker} was given"
+        return why_unassigned(own, {own.mesh_name(name) for name in avoided}, nodes)
+
+    def _could(self, own: Node, model: ModelName, refused: Collection[tuple[ModelName, PeerId]]) -> bool:
+        return own.has(model) and own.fits(own.models[model]) and (model, own.peer_id) not in refused
 
     def _resolved_names(self) -> list[ModelName]:
         models = self._view.inventory.models if self._view.inventory else ()
         known = {model.name for model in models}
-        return [name if name in known else _stem(name) for name in self._config.named]
+        return [name if name in known else stem(name) for name in self._config.named]
 
     def _unassigned_words(self, own: Node) -> str:
         if self._config.named and not self._held_by_owner:
@@ -364,11 +370,28 @@ class Elections:
 
     # -- derived ---------------------------------------------------------------------------------------------
 
-    def _derive(self) -> list[Effect]:
-        named = tuple(self._resolved_names())
-        nodes = self._view.nodes(named if self._config.configured else ())
-        idle_reason = self._allocate(nodes)
-        catalog = CatalogChanged(models=build_catalog(nodes, self._view.slots.values(), self._assignments))
+    def _own(self) -> Node:
+        """This node by its own names."""
+        return next(node for node in self._all_nodes() if node.is_self)
+
+    def _all_nodes(self) -> list[Node]:
+        named = tuple(self._resolved_names()) if self._config.configured else ()
+        return self._view.nodes(named, self._assignments.values(), self._config.client)
+
+    def _derive(self, now: float) -> list[Effect]:
+        self._stale_at = None
+        raw = self._all_nodes()
+        self._pace.observe([node for node in raw if not node.is_self], now=now)
+        nodes = with_mesh_names(raw)
+        self._promises.observe(nodes, now=now, first=not self.settled)
+        nodes = self._promises.without_empty_words(nodes, now=now)
+        before = dict(self._assignments)
+        idle_reason = self._allocate(nodes, now)
+        if before != self._assignments:
+            nodes = self._promises.without_empty_words(with_mesh_names(self._all_nodes()), now=now)
+        self._nodes = nodes
+        models = build_catalog(nodes, self._view.slots.values(), self._assignments, self._near)
+        catalog = CatalogChanged(models=models)
         routes = RoutesChanged(routes=build_routes(nodes))
         assigned = AssignmentsChanged(
             assignments=tuple(self._assignments[name] for name in sorted(self._assignments)), idle_reason=idle_reason
@@ -391,7 +414,7 @@ class Elections:
             effects.append(memory)
         return effects
 
-    def _place(self, text: ModelName) -> ModelPlaced | Refused:
+    def _place(self, text: ModelName, avoid: tuple[PeerId, ...], now: float) -> ModelPlaced | Refused:
         name = resolve(text, self.catalog.models)
         if name is None:
             near = nearest_names(text, self.catalog.models)
@@ -400,21 +423,31 @@ class Elections:
                 code="model_not_found",
                 detail=f"no node of the mesh has a model {text[:NAME_CHARACTERS]!r}{hint} See GET /v1/models",
             )
-        nodes = self._view.nodes(())
-        chosen = place(name, nodes)
+        nodes = self._nodes
+        chosen = place(name, nodes, promises=self._promises, now=now, avoid=avoid)
         if chosen is None:
-            holders = [node for node in nodes if node.has(name)]
-            reason = (
-                f"{name} {too_large_words(holders[0].models[name], holders)}"
-                if holders
-                else f"no node has the file of {name}; put {name}.gguf into a models folder"
-            )
-            return Refused(code="needs_capacity", detail=reason, retry_after_seconds=30.0)
-        if chosen.is_self and name not in self._assignments:
-            self._assign(Assignment(model=name, origin="request", reason="a request asked for it"))
-        return ModelPlaced(model=name, peer_id=chosen.peer_id, reason=f"{chosen.name} has the file and the room")
+            return Refused(code="needs_capacity", detail=self._why_unplaceable(name), retry_after_seconds=30.0)
+        local = chosen.local_name(name)
+        reason = f"{chosen.name} has the file and the room"
+        if not chosen.is_self:
+            self._promises.sent(name, chosen.peer_id, now=now)
+            self.story_of[name] = f"a request was sent to {chosen.name} to load it: {reason}"
+        elif local not in self._assignments:
+            self._assign(Assignment(model=local, origin="request", reason="a request asked for it"))
+        return ModelPlaced(
+            model=name, peer_id=chosen.peer_id, reason=reason, name_there=local if local != name else ModelName("")
+        )
+
+    def _why_unplaceable(self, name: ModelName) -> str:
+        holders = [node for node in self._nodes if node.has(name)]
+        if not holders:
+            return f"no node has the file of {name}; put {name}.gguf into a models folder"
+        if any(node.fits(node.models[name]) for node in holders):
+            return next(model for model in self.catalog.models if model.name == name).reason
+        return f"{name} {too_large_words(holders[0].models[name], holders, self._nodes, self._near)}"
 
 
-def _stem(name: str) -> ModelName:
-    """The catalog name that a file name or path stands for."""
-    return ModelName(name.rsplit("/", 1)[-1].removesuffix(".gguf"))
+def _lasting(member: MemberChanged) -> tuple[object, ...]:
+    """What of a member decides about anything but the choice among its equals."""
+    said = replace(member.announcement, seq=0)
+    return (said, member.state, member.grant, member.trusted, member.is_self)

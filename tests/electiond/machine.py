@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TypeVar
 
-from services.electiond.elections import (
+from services.electiond.elections import Elections
+from services.electiond.stimuli import (
     NO_MEMORY,
     ConfigApplied,
     Effect,
-    Elections,
     LauncherReplaced,
     MembersReplaced,
     Memory,

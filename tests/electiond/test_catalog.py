@@ -69,7 +69,9 @@ def test_every_entry_has_a_status_and_a_reason_in_words(
     own_slot: str | None, assigned: bool, hosts: tuple[str, ...], status: str, reason: str
 ) -> None:
     slots = [slot("m", own_slot)] if own_slot else []
-    catalog = build_catalog([node("a", 8 * GB, model("m"), hosts=hosts)], slots, [name("m")] if assigned else [])
+    catalog = build_catalog(
+        [node("a", 8 * GB, model("m"), hosts=hosts, is_self=True)], slots, [name("m")] if assigned else []
+    )
     assert (catalog[0].status, catalog[0].reason) == (status, reason)
 
 

@@ -7,17 +7,8 @@ from typing import Any
 
 import pytest
 
-from services.electiond.elections import (
-    DECLINED_LIMIT,
-    HOLD_SECONDS,
-    IDLE_WORDS,
-    LauncherReplaced,
-    MembersReplaced,
-    Memory,
-    PlaceRequested,
-    Publish,
-    Reply,
-)
+from services.electiond.elections import DECLINED_LIMIT, HOLD_SECONDS, IDLE_WORDS
+from services.electiond.stimuli import LauncherReplaced, MembersReplaced, Memory, PlaceRequested, Publish, Reply
 from shared.io.drive import Tick
 from shared.messages.daemon import Refused
 from shared.messages.models import (

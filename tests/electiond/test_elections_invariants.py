@@ -7,12 +7,7 @@ from typing import get_args
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.electiond.elections import (
-    LauncherReplaced,
-    MembersReplaced,
-    PlaceRequested,
-    Stimulus,
-)
+from services.electiond.stimuli import LauncherReplaced, MembersReplaced, PlaceRequested, Stimulus
 from shared.io.drive import Tick
 from shared.messages.models import SlotEnd
 from tests.electiond.machine import Machine, config, launcher

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from services.electiond.elections import View
-from services.electiond.view import Node, model_need_bytes, node_of, own_node
+from services.electiond.view import Node, View, model_need_bytes, node_of, own_node
 from shared.ids import PeerId
 from tests.electiond.nodes import GB, device, inventory, local, member, model, name, node, served, slot
 
@@ -70,6 +69,7 @@ def test_a_view_has_living_nodes_in_order() -> None:
         inventory=inventory(local("x")),
     )
     nodes = view.nodes((name("x"),))
-    assert [one.peer_id for one in nodes] == ["a", "b", "z"]
-    assert [one.is_self for one in nodes] == [False, False, True]
-    assert nodes[2].requested == ("x",)
+    assert [one.peer_id for one in nodes] == ["a", "b", "d", "z"]
+    assert [one.standing for one in nodes] == ["active", "active", "suspect", "active"]
+    assert [one.is_self for one in nodes] == [False, False, False, True]
+    assert nodes[3].requested == ("x",)

@@ -10,7 +10,7 @@ import json
 import os
 from pathlib import Path
 
-from services.electiond.elections import NO_MEMORY, Memory
+from services.electiond.stimuli import NO_MEMORY, Memory
 from shared.ids import ModelName
 from shared.io import log
 

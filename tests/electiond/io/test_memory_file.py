@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from services.electiond.elections import NO_MEMORY, Memory
 from services.electiond.io.memory_file import MemoryFile, this_run
+from services.electiond.stimuli import NO_MEMORY, Memory
 from shared.paths import REPOSITORY
 from tests.electiond.nodes import name
 
