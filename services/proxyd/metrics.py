@@ -24,6 +24,7 @@ SLOW_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 3
 SPEED_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 40.0, 60.0, 80.0, 100.0, 150.0, 200.0, 400.0)
 """Tokens per second."""
 SERIES_LIMIT = 4000
+NODES_LIMIT = 1000
 UNKNOWN = "unknown"
 OTHER = "other"
 
@@ -81,6 +82,8 @@ class Metrics:
         self._slots = slots
         self._node_name = node_name
         self._series: dict[tuple[str, str], _Series] = {}
+        self._nodes: dict[str, int] = {}
+        """Requests by the node whose engine had them."""
         self._active = 0
 
     def observe(self, record: RequestRecord) -> None:
@@ -94,6 +97,9 @@ class Metrics:
             if len(self._series) >= SERIES_LIMIT:
                 key = (OTHER, OTHER)
             series = self._series.setdefault(key, _Series())
+        if record.attempts:
+            node = record.node if record.node in self._nodes or len(self._nodes) < NODES_LIMIT else OTHER
+            self._nodes[node] = self._nodes.get(node, 0) + 1
         status = str(record.status)
         series.statuses[status] = series.statuses.get(status, 0) + 1
         series.outcomes[record.outcome] = series.outcomes.get(record.outcome, 0) + 1
@@ -155,7 +161,11 @@ class Metrics:
             for family, pick in histograms:
                 histogram = pick(series)
                 family.add_metric(labels, buckets=histogram.buckets(), sum_value=histogram.total)
+        nodes = CounterMetricFamily("meshd_requests_by_node", "Requests by whose engine had them.", labels=["node"])
+        for name, count in self._nodes.items():
+            nodes.add_metric([name], count)
         yield requests
+        yield nodes
         yield outcomes
         yield tokens
         yield retries

@@ -6,7 +6,7 @@ import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from services.proxyd.metrics import SERIES_LIMIT, Histogram, Metrics
+from services.proxyd.metrics import NODES_LIMIT, SERIES_LIMIT, Histogram, Metrics
 from services.proxyd.requests_log import RequestRecord
 from shared.ids import ModelName, RequestId, SlotId
 from shared.messages.models import SlotChanged
@@ -65,6 +65,19 @@ def test_requests_tokens_and_times_are_counted_by_route_and_model() -> None:
     assert seen["meshd_request_overhead_seconds_bucket", (("le", "0.00025"), *where)] == 3
     assert seen["meshd_request_overhead_seconds_bucket", (("le", "0.0001"), *where)] == 0
     assert abs(seen["meshd_request_seconds_sum", where] - 1.2) < 1e-9
+
+
+def test_requests_are_counted_by_the_node_that_had_them() -> None:
+    metrics = made()
+    metrics.observe(record(node="desk", attempts=1))
+    metrics.observe(record(node="barn", attempts=2))
+    metrics.observe(record(node="desk", attempts=0, status=503))
+    seen = samples(metrics)
+    assert seen["meshd_requests_by_node_total", (("node", "desk"),)] == 1
+    assert seen["meshd_requests_by_node_total", (("node", "barn"),)] == 1
+    for number in range(NODES_LIMIT + 10):
+        metrics.observe(record(node=f"n{number}", attempts=1))
+    assert len(metrics._nodes) <= NODES_LIMIT + 1
 
 
 def test_made_up_model_names_share_one_series() -> None:

@@ -66,6 +66,14 @@ def test_a_running_request_says_how_far_it_is() -> None:
     assert "began after 0.50 s" in explain_record(record(first_byte_seconds=0.5), now=101.0)[1]
 
 
+def test_a_request_that_went_to_another_node_says_to_which() -> None:
+    elsewhere = record(node="barn")
+    elsewhere.elsewhere = True
+    assert explain_record(elsewhere, now=101.0)[1] == "the engine on barn works on it and has not answered yet"
+    elsewhere.outcome = "ok"
+    assert "it went to barn" in explain_record(elsewhere, now=101.0)
+
+
 @pytest.mark.parametrize("outcome", ["ok", "refused", "client_gone", "engine_failed", "error"])
 def test_every_ending_has_words(outcome: Outcome) -> None:
     log = RequestsLog()
