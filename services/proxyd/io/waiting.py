@@ -217,7 +217,7 @@ class TurnWait:
         """Raises: NotReached, RequestRefused, DaemonUnreachable."""
         if peer_id == self._view.self_id:
             self._trouble = ""
-            return await self._leases.acquire(self._view.local_name(model), self._record.request_id)
+            return await self._leases.acquire(name_there or self._view.local_name(model), self._record.request_id)
         if self._unreached_since is None:
             self._trouble = f"{self._view.node_name(peer_id)} has no free place for {model} yet"
         left = self._record.started + self._config.request_wait_seconds - time.monotonic()

@@ -176,6 +176,20 @@ def test_the_own_engine_is_preferred_for_requests_without_a_conversation(
     assert (status, headers["x-mesh-node"]) == (200, "testnode")
 
 
+def test_while_the_own_engine_loads_another_nodes_engine_answers(
+    plane: Plane, far: FarNodes, upstream: RawUpstream
+) -> None:
+    """"bootstrap proxy: a joining node tunnels to hosts while its own engine loads" (DESIGN §8)."""
+    far.engines[B] = upstream.port
+    plane.declare("m")
+    plane.slot("m", "loading")
+    route(plane, B)
+    status, headers, _ = plane.chat()
+    assert (status, headers["x-mesh-node"]) == (200, "barn")
+    assert plane.placements == []
+    assert plane.launcherd.acquires == []
+
+
 def test_a_model_placed_on_another_node_is_loaded_there_by_the_request(
     plane: Plane, far: FarNodes, upstream: RawUpstream
 ) -> None:
