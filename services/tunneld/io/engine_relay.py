@@ -62,6 +62,7 @@ class EngineRelay:
         """One stream, to its end. Raises: SchemaError for a header that says nothing usable."""
         model, request_id, deadline = _read_header(header)
         exchange = _Exchange(stream, rest)
+        began = asyncio.get_running_loop().time()
         try:
             lease = await exchange.unless_gone(self._acquire(model, request_id, deadline))
         except RequestRefused as error:
@@ -77,7 +78,7 @@ class EngineRelay:
             return
         try:
             self._count("tunnel_requests")
-            await self._request(exchange, lease)
+            await self._request(exchange, lease, asyncio.get_running_loop().time() - began)
         except RequestRefused as error:
             self._count("tunnel_requests_refused")
             stream.abort(error.detail)
@@ -114,9 +115,9 @@ class EngineRelay:
 
     # -- the request --------------------------------------------------------------------------------------------------
 
-    async def _request(self, exchange: _Exchange, lease: Lease) -> None:
+    async def _request(self, exchange: _Exchange, lease: Lease, queue_seconds: float) -> None:
         exchange.opened = True
-        await exchange.stream.write(encode_frame(codec.encode(StreamOpened())))
+        await exchange.stream.write(encode_frame(codec.encode(StreamOpened(queue_seconds=queue_seconds))))
         async with asyncio.timeout(HEAD_SECONDS):
             head = await exchange.head()
         address = urlsplit(lease.base_url)

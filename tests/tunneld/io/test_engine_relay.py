@@ -69,7 +69,7 @@ def seen(node: LauncherNode) -> dict[str, Any]:
 async def test_a_request_is_loaded_leased_and_answered(node: LauncherNode, transport: Transport) -> None:
     async with tunnel_scene(node.home, transport) as scene:
         answer = await scene.request(HEAD + b"authorization: Bearer mine\r\nx-request-id: r7\r\n", chat())
-        assert answer.opened == StreamOpened()
+        assert isinstance(answer.opened, StreamOpened)
         assert (answer.status, answer.complete) == (200, True)
         assert json.loads(answer.body)["choices"][0]["message"]["content"].startswith("w0 w1")
         names = {name.lower(): value for name, value in seen(node)["headers"]}

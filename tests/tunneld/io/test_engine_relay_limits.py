@@ -157,6 +157,31 @@ async def test_a_flood_while_the_request_waits_gives_up_its_place(node: Launcher
 
 
 @bounded
+async def test_who_waited_is_told_how_long(node: LauncherNode) -> None:
+    await script(node, first_token_seconds=25.0)
+    try:
+        async with tunnel_scene(node.home) as scene:
+            began = asyncio.get_running_loop().time()
+            busy = [await ask(scene) for _ in range(2)]
+            for stream in busy:
+                assert isinstance(await answer_of(stream), StreamOpened)
+            waiting = await ask(scene)
+            await until(lambda: scene.leases.waiting(ModelName("alpha")) == 1)
+            seen_waiting_at = asyncio.get_running_loop().time()
+            busy[0].abort("over")
+            cut_at = asyncio.get_running_loop().time()
+            opened = await answer_of(waiting)
+            assert isinstance(opened, StreamOpened)
+            assert cut_at - seen_waiting_at <= opened.queue_seconds <= asyncio.get_running_loop().time() - began
+            assert opened.queue_seconds > 0
+            for stream in (waiting, busy[1]):
+                stream.abort("over")
+            await until(lambda: in_use(scene) == 0)
+    finally:
+        await script(node, first_token_seconds=0.0)
+
+
+@bounded
 async def test_the_lease_ends_with_the_answer_however_long_the_asker_stays(node: LauncherNode) -> None:
     async with tunnel_scene(node.home) as scene:
         stream = await ask(scene)
