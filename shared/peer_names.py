@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from shared.errors import RequestRefused, SchemaError
 from shared.ids import PeerId
+from shared.messages.mesh import MemberChanged
 from shared.peer_ids import public_key_of
 
 SHORTEST_PART = 4
@@ -40,6 +41,17 @@ def find_peer(text: str, names: Mapping[PeerId, str], *, unknown: bool = False) 
         else:
             return PeerId(text)
     raise RequestRefused("no_such_peer", f"no node is called {text[:64]!r}; 'meshctl peers' lists names and ids")
+
+
+def member_names(members: Iterable[MemberChanged]) -> dict[PeerId, str]:
+    """The names to look in. One that is gone keeps its name only where no node that is there has it."""
+    members = list(members)
+    there = {
+        item.announcement.peer_id: item.announcement.name for item in members if item.state in ("alive", "suspect")
+    }
+    taken = set(there.values())
+    gone = [item.announcement for item in members if item.announcement.peer_id not in there]
+    return {**{said.peer_id: "" if said.name in taken else said.name for said in gone}, **there}
 
 
 def subjects_by_daemon(subject: str, names: Mapping[PeerId, str]) -> dict[str, str]:

@@ -38,19 +38,14 @@ def other_node(node: Node, where: str | None) -> PeerId | None:
     """
     if where is None:
         return None
-    from shared.peer_names import find_peer
+    from shared.peer_names import find_peer, member_names
 
     node.running()
     said = node.survey(["gossipd"]).snapshots["gossipd"]
     if said is None:
         raise MeshError("gossipd does not answer, so nobody knows the other nodes; see 'meshctl status'")
     members = [item for item in said if isinstance(item, MemberChanged)]
-    # One that left keeps its name for a while; a node that is there has the better right to it.
-    there = [item for item in members if item.state in ("alive", "suspect")]
-    names = {item.announcement.peer_id: item.announcement.name for item in there}
-    gone = {item.announcement.peer_id: item.announcement.name for item in members if item not in there}
-    gone = {peer_id: name if name not in names.values() else "" for peer_id, name in gone.items()}
-    peer_id = find_peer(where, {**gone, **names})
+    peer_id = find_peer(where, member_names(members))
     own = any(item.is_self and item.announcement.peer_id == peer_id for item in members)
     return None if own else peer_id
 

@@ -52,14 +52,12 @@ def why(subject: str, as_json: bool) -> None:
 
 def _explanations(node: Node, subject: str) -> dict[str, Message | MeshError]:
     """Every daemon's word, in causal order."""
-    from shared.peer_names import subjects_by_daemon
+    from shared.peer_names import member_names, subjects_by_daemon
 
     asked = node.survey(["gossipd", "tunneld"]).snapshots
-    names = {item.peer_id: "" for item in asked["tunneld"] or () if isinstance(item, LinkChanged)}
-    for item in asked["gossipd"] or ():
-        if isinstance(item, MemberChanged):
-            names[item.announcement.peer_id] = item.announcement.name
-    other = subjects_by_daemon(subject, names)
+    links = {item.peer_id: "" for item in asked["tunneld"] or () if isinstance(item, LinkChanged)}
+    members = member_names(item for item in asked["gossipd"] or () if isinstance(item, MemberChanged))
+    other = subjects_by_daemon(subject, {**links, **members})
     said: dict[str, Message | MeshError] = {}
     for daemon in other:
         said |= node.ask_all(ExplainSubject(subject=other[daemon]), (daemon,))

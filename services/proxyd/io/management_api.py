@@ -15,6 +15,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse
 from pydantic import BaseModel, Field
 
+from services.proxyd.io.mesh_api import MESH_ROUTES, NodeName, add_mesh_routes
 from services.proxyd.io.node_queries import NodeQueries
 from services.proxyd.metrics import Metrics
 from services.proxyd.requests_log import RequestsLog
@@ -37,6 +38,16 @@ STATUS_OF = {
     "idle": 503,
     "daemon_unreachable": 503,
     "deadline": 504,
+    "no_such_invite": 404,
+    "no_such_peer": 404,
+    "bad_name": 400,
+    "token_foreign": 400,
+    "token_damaged": 400,
+    "not_allowed": 403,
+    "not_an_issuer": 403,
+    "banned": 403,
+    "starting": 503,
+    "peer_unreachable": 503,
     "model_file_missing": 404,
     "model_too_large": 507,
 }
@@ -51,11 +62,12 @@ ROUTES = (
     ("GET", "/api/mesh/requests", "requests in flight and the newest finished ones"),
     ("GET", "/api/mesh/why/{subject}", "why a model, node or request is as it is, in words"),
     ("GET", "/api/mesh/story/{daemon}", "what a daemon was told and did about it"),
-    ("GET", "/api/mesh/logs/{daemon}?lines=200", "the newest lines of a daemon's log"),
+    ("GET", "/api/mesh/logs/{daemon}?lines=200", "the newest lines of a daemon's log; of another node with &node=NAME"),
     ("POST", "/api/mesh/models/load", "load a model on this node (token)"),
     ("POST", "/api/mesh/models/unload", "unload one model, or all (token)"),
     ("POST", "/api/mesh/config/reload", "read mesh.toml again (token)"),
     ("POST", "/api/mesh/daemons/{name}/restart", "restart one daemon (token)"),
+    *MESH_ROUTES,
 )
 
 
@@ -64,11 +76,15 @@ class LoadBody(BaseModel):
     context_tokens: int = Field(default=0, ge=0)
     parallel: int = Field(default=0, ge=0, le=1024)
     wait: bool = True
+    node: NodeName | None = None
+    """Another node, by name or id: it loads with its own settings and is not waited for; needs an issuer's grant."""
 
 
 class UnloadBody(BaseModel):
     model: str | None = Field(default=None, max_length=400)
     wait: bool = True
+    node: NodeName | None = None
+    """Another node, by name or id; needs an issuer's grant."""
 
 
 def build_management_api(
@@ -140,11 +156,21 @@ def build_management_api(
         return codec.to_jsonable(await queries.story(daemon, limit))
 
     @app.get("/api/mesh/logs/{daemon}")
-    async def logs(daemon: str, lines: Annotated[int, Query(ge=1, le=5000)] = 200) -> Any:
+    async def logs(
+        daemon: str,
+        lines: Annotated[int, Query(ge=1, le=5000)] = 200,
+        node: Annotated[str | None, Query(max_length=400)] = None,
+    ) -> Any:
+        peer_id = await queries.other_node(node)
+        if peer_id is not None:
+            return {"daemon": daemon[:40], **await queries.ask_node(peer_id, "logs", daemon[:40], lines=lines)}
         return {"daemon": daemon[:40], "lines": await queries.log_lines(daemon, lines)}
 
     @app.post("/api/mesh/models/load")
     async def load(body: LoadBody) -> Any:
+        peer_id = await queries.other_node(body.node)
+        if peer_id is not None:
+            return await queries.ask_node(peer_id, "load", body.model)
         message = LoadModel(
             model=ModelName(body.model), context_tokens=body.context_tokens, parallel=body.parallel, wait=body.wait
         )
@@ -152,6 +178,9 @@ def build_management_api(
 
     @app.post("/api/mesh/models/unload")
     async def unload(body: UnloadBody) -> Any:
+        peer_id = await queries.other_node(body.node)
+        if peer_id is not None:
+            return await queries.ask_node(peer_id, "unload", body.model or "")
         model = ModelName(body.model) if body.model else None
         message = UnloadModel(model=model, wait=body.wait)
         return codec.to_jsonable(await queries.ask("launcherd", message, deadline_seconds=LOAD_SECONDS))
@@ -165,6 +194,7 @@ def build_management_api(
         await queries.restart(name)
         return {"restarted": name}
 
+    add_mesh_routes(app, queries)
     return app
 
 

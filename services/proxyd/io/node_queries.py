@@ -10,7 +10,7 @@ from typing import Any
 
 from shared import codec
 from shared.errors import DaemonUnreachable, MeshError, RequestRefused, SchemaError, StateError
-from shared.ids import DAEMONS
+from shared.ids import DAEMONS, PeerId
 from shared.io.bus import BusClient
 from shared.io.daemon_process import supervisor_from_environment
 from shared.io.supervisor import Supervisor
@@ -26,11 +26,16 @@ from shared.messages.daemon import (
     Snapshot,
     Story,
 )
+from shared.messages.mesh import MemberChanged
+from shared.messages.tunnel import AdminAction, AdminReply, AdminRequest
 from shared.node_status import NodeStatus, ProcessRow
 from shared.paths import NodePaths
+from shared.peer_names import find_peer, member_names, subjects_by_daemon
 from shared.status_view import build_status, process_rows
 
 SURVEY_SECONDS = 1.5
+NODE_SECONDS = 15.0
+"""tunneld gives up on another node after 10 s, with the better words."""
 RELOAD_SECONDS = 10.0
 LOG_TAIL_BYTES = 2 * 1024 * 1024
 PROCESSES = (*DAEMONS, "keeper")
@@ -46,6 +51,7 @@ class NodeQueries:
     """Clients of all five daemons, proxyd included: it answers itself over the same bus."""
 
     def __init__(self, paths: NodePaths) -> None:
+        self._paths = paths
         self._clients = {name: BusClient(name, paths) for name in DAEMONS}
 
     async def ask(self, daemon: str, message: codec.Message, *, deadline_seconds: float) -> codec.Message:
@@ -82,12 +88,53 @@ class NodeQueries:
 
     async def explain(self, subject: str) -> dict[str, list[str]]:
         """Sentences by daemon, of those who know something about it."""
-        answers = await self.ask_all(ExplainSubject(subject=subject))
-        return {
-            name: list(answer.sentences)
-            for name, answer in answers.items()
-            if isinstance(answer, Explanation) and answer.sentences
-        }
+        told = subjects_by_daemon(subject, await self._names())
+        answers = await asyncio.gather(*(self._explained(name, told.get(name, subject)) for name in DAEMONS))
+        return {name: sentences for name, sentences in zip(DAEMONS, answers, strict=True) if sentences}
+
+    async def _explained(self, daemon: str, subject: str) -> list[str]:
+        try:
+            answer = await self.ask(daemon, ExplainSubject(subject=subject), deadline_seconds=SURVEY_SECONDS)
+        except (DaemonUnreachable, RequestRefused):
+            return []
+        return list(answer.sentences) if isinstance(answer, Explanation) else []
+
+    async def snapshot(self, daemon: str) -> list[codec.Message]:
+        """What a daemon has published. Raises: RequestRefused, DaemonUnreachable."""
+        return _messages(await self.ask(daemon, GetSnapshot(), deadline_seconds=SURVEY_SECONDS)) or []
+
+    # -- the mesh -----------------------------------------------------------------------------------------
+
+    async def _names(self) -> dict[PeerId, str]:
+        """Every node that gossipd lists; none while it does not answer."""
+        try:
+            members = await self.snapshot("gossipd")
+        except (DaemonUnreachable, RequestRefused):
+            return {}
+        return member_names(item for item in members if isinstance(item, MemberChanged))
+
+    async def other_node(self, name: str | None) -> PeerId | None:
+        """Whom a person means; None for this node and without a name. Raises: RequestRefused, DaemonUnreachable."""
+        if name is None:
+            return None
+        members = [item for item in await self.snapshot("gossipd") if isinstance(item, MemberChanged)]
+        peer_id = find_peer(name, member_names(members))
+        own = any(item.is_self and item.announcement.peer_id == peer_id for item in members)
+        return None if own else peer_id
+
+    async def ask_node(
+        self, peer_id: PeerId, action: AdminAction, subject: str, *, lines: int = 100
+    ) -> dict[str, list[str]]:
+        """Another node's answer through the two tunnelds. Raises: RequestRefused with its words, DaemonUnreachable."""
+        request = AdminRequest(peer=peer_id, action=action, subject=subject, lines=lines)
+        reply = await self.ask("tunneld", request, deadline_seconds=NODE_SECONDS)
+        return {"lines": list(reply.lines) if isinstance(reply, AdminReply) else []}
+
+    async def configure(self, *, client: bool = False) -> None:
+        """Give an idle node its ``mesh.toml``, so that it takes part. Raises: StateError."""
+        text = CLIENT_FILE if client else ACTIVE_FILE
+        if await asyncio.to_thread(_create, self._paths.config_file, text):
+            await self.reload()
 
     async def story(self, daemon: str, limit: int) -> Story:
         """Raises: RequestRefused, DaemonUnreachable, UnknownDaemon."""
@@ -129,6 +176,28 @@ class NodeQueries:
     def close(self) -> None:
         for client in self._clients.values():
             client.close()
+
+
+ACTIVE_FILE = "# This node takes part in a mesh. 'meshctl config show' lists every setting.\n"
+CLIENT_FILE = ACTIVE_FILE + "\n[node]\nclient = true\n"
+
+
+def _create(path: Path, text: str) -> bool:
+    """Whether the file was missing and is there now, whole. Raises: StateError."""
+    if path.exists():
+        return False
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(text, encoding="utf-8")
+        # A link fails where a file is: what meshctl wrote meanwhile stays.
+        os.link(draft, path)
+    except FileExistsError:
+        return False
+    except OSError as error:
+        raise StateError(f"cannot write {path}: {error.strerror or error}; nothing was changed") from error
+    finally:
+        draft.unlink(missing_ok=True)
+    return True
 
 
 def known_process(name: str) -> str:
