@@ -43,7 +43,12 @@ READ_BYTES = 256 * 1024
 LONGEST_DEADLINE_SECONDS = 24 * 3600.0
 QUEUE_PARTS = 2
 """Of a request's body, waiting for the engine, ``READ_BYTES`` each: less than a MiB with what is on its way."""
+BODY_SILENT_SECONDS = 30.0
+"""A request that stops coming for so long has stopped for good; it holds a place at the engine."""
 END_SECONDS = 5.0
+"""For the asking side's end after a refusal."""
+ANSWER_END_SECONDS = 600.0
+"""For its end after a whole answer: the rest of one may still be on its way to a client that reads slowly."""
 Result = TypeVar("Result")
 
 
@@ -105,7 +110,7 @@ class EngineRelay:
         try:
             await exchange.stream.write(encode_frame(codec.encode(refused)))
             await exchange.stream.finish()
-            await exchange.until_end()
+            await exchange.until_end(END_SECONDS)
         except StreamLost:
             return
         except RequestRefused as error:
@@ -151,9 +156,13 @@ class EngineRelay:
             while not answer.complete:
                 data = await self._from_engine(reader.read(READ_BYTES), lease)
                 if not data:
-                    answer.ended()
                     break
                 answer.feed(data)
+                if answer.endless:
+                    # Passed on, its end could not be told from a loss: the asking side's socket knows no reset.
+                    self._count("answers_without_length")
+                    stream.abort("the engine's answer does not say where it ends")
+                    return
                 await stream.write(data)
         except (OSError, httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self._engine_failed(lease, f"broke off: {error}", broken=True)
@@ -165,9 +174,10 @@ class EngineRelay:
             return
         # The engine is free, however long the asking side takes to end.
         self._leases.release(lease)
-        await stream.finish()
+        # Set before the end goes out, which the asking side's own end answers.
         exchange.answered = True
-        await exchange.until_end()
+        await stream.finish()
+        await exchange.until_end(ANSWER_END_SECONDS)
 
     async def _from_engine(self, work: Coroutine[Any, Any, Result], lease: Lease) -> Result:
         """What the engine does; while it does nothing, launcherd is asked to probe it. Raises: OSError."""
@@ -267,15 +277,19 @@ class _Exchange:
     async def _next(self) -> bytes:
         if self._parts.empty() and self._reader.done():
             raise self._why_gone()
-        return await self.unless_gone(self._parts.get())
+        try:
+            async with asyncio.timeout(BODY_SILENT_SECONDS):
+                return await self.unless_gone(self._parts.get())
+        except TimeoutError:
+            raise RequestRefused("too_slow", f"nothing of the request came for {BODY_SILENT_SECONDS:g} s") from None
 
-    async def until_end(self) -> None:
+    async def until_end(self, seconds: float) -> None:
         """The other side's end, so that what carries the stream can carry the next one.
 
         Raises: StreamLost, RequestRefused.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_SECONDS):
+            async with asyncio.timeout(seconds):
                 await asyncio.shield(self._reader)
 
     def close(self) -> None:
@@ -290,6 +304,8 @@ class _AnswerEnd:
 
     def __init__(self) -> None:
         self.complete = False
+        self.endless = False
+        """Neither a Content-Length nor chunks: only the end of its connection would end it."""
         self._delimited = False
         self._final = False
         self._parser = httptools.HttpResponseParser(self)
@@ -297,10 +313,7 @@ class _AnswerEnd:
     def feed(self, data: bytes) -> None:
         """Raises: HttpParserError, HttpParserUpgrade."""
         self._parser.feed_data(data)
-
-    def ended(self) -> None:
-        """The connection ended: so did an answer that says nothing of its length."""
-        self.complete = self.complete or (self._final and not self._delimited)
+        self.endless = self._final and not self._delimited and not self.complete
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if name.lower() in (b"content-length", b"transfer-encoding"):
