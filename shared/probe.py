@@ -80,8 +80,8 @@ class Asked:
 
     own: PeerId | None = None
     joining: bool = False
-    pinned: bool = True
-    """Whether the root that the place has to show is known."""
+    root_fingerprint: str = ""
+    """When joining: the root that the place has to show; "" if it is not known."""
     version: str = VERSION
 
 
@@ -160,8 +160,9 @@ def _checks(
         )  # fmt: skip
         return
     if place.reach == "loopback" and not works:
+        answered = any(shake is not None and shake.is_refusal for shake in (quic, tls))
         yield _check(
-            "route", "fail" if tried else "warn",
+            "route", "fail" if tried and not answered else "warn",
             "a loopback address leads to the dialling machine itself, never to another one",
             'let that node listen on its network: mesh.host = "0.0.0.0" in its mesh.toml, then restart it',
         )  # fmt: skip
@@ -207,6 +208,8 @@ def _udp(path: Path, quic: Handshake, tls: Handshake | None, asked: Asked) -> Pr
         return _check("udp", "ok", f"QUIC over UDP port {port} answers")
     tcp_works = tls is not None and not tls.error
     bad: ProbeLevel = "warn" if tcp_works and not asked.joining else "fail"
+    if "mesh port" in quic.error:
+        return _check("udp", bad, quic.error, 'set mesh.host = "::" on the dialling machine, or use an IPv4 address')
     if path.udp_refused:
         return _check("udp", bad, f"UDP port {port} refuses: nothing listens there", _not_listening(path))
     if path.tcp == "ok":
@@ -278,7 +281,7 @@ def _refusals(path: Path, refused: Sequence[str], asked: Asked) -> Iterable[Prob
 def explain_refusal(path: Path, error: str, asked: Asked) -> ProbeCheck:
     """A refusal of either end by its words, which are :mod:`shared.certificates`' and OpenSSL's."""
     words = error.lower()
-    if not asked.pinned:
+    if asked.joining and not asked.root_fingerprint:
         return _check("mesh", "warn", "a node of a mesh answers; which one, this node cannot prove without a token",
                       "meshctl doctor --peer TOKEN, with a token made there by 'meshctl invite'")  # fmt: skip
     if any(sign in words for sign in ("expired", "valid only in", "not yet valid", "clock")):

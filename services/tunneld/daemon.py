@@ -19,6 +19,7 @@ from services.tunneld.io.incoming import IncomingStreams
 from services.tunneld.io.mesh_links import MeshLinks
 from services.tunneld.io.mesh_port import MeshPort, bind_mesh_port, interface_addresses
 from services.tunneld.io.node_key import NodeKey
+from services.tunneld.io.probe import Prober
 from services.tunneld.io.stream import TunnelStream
 from shared import codec
 from shared.certificates import make_csr
@@ -33,7 +34,7 @@ from shared.io.lifecycle import StopSignal, environment
 from shared.messages.daemon import ConfigReloaded, Done, ExplainSubject, Explanation, ReloadConfig, StoryEntry
 from shared.messages.mesh import RecordSigned, SignedRecord, SignRecord, TunnelChanged
 from shared.messages.trust import CsrMade, EnrollAt, MakeCsr, PeersWanted, RedeemInvite, TrustChanged
-from shared.messages.tunnel import AdminRequest, LinkChanged, SendToPeers
+from shared.messages.tunnel import AdminRequest, LinkChanged, PeerProbed, ProbePeer, SendToPeers
 from shared.paths import NodePaths
 
 ADDRESS_SECONDS = 15.0
@@ -59,7 +60,9 @@ class Tunneld:
         self._observed: dict[PeerId, str] = {}
         self.enrolments = EnrolmentDesk(self._redeem, self.bus.count)
         self.control = ControlStreams(self._open_control, self.bus.publish, self.bus.count, self.tasks)
-        self.admin = AdminDesk(key.peer_id, paths.logs, self._ask, lambda: self.config.mesh.accept_admin)
+        self.admin = AdminDesk(
+            key.peer_id, paths.logs, self._ask, lambda: self.config.mesh.accept_admin, self._dial_back
+        )
         self.leases = LeaseClient(
             self._clients["launcherd"],
             self.tasks,
@@ -81,6 +84,7 @@ class Tunneld:
             on_enroll=self._on_enroll,
             tasks=self.tasks,
         )
+        self.prober = Prober(key.peer_id, self.links)
 
     async def start(self) -> None:
         self.look()
@@ -217,6 +221,8 @@ class Tunneld:
                 return await enroll(request, self.key.private, self.links.dial_enroll)
             case AdminRequest():
                 return await ask_peer(await self.links.open_stream(request.peer, bulk=False), request)
+            case ProbePeer():
+                return await self.prober.probe(request)
             case ExplainSubject(subject=subject):
                 return Explanation(sentences=self._explain(subject))
             case ReloadConfig():
@@ -251,6 +257,9 @@ class Tunneld:
 
     def _on_enroll(self, stream: TunnelStream, observed_address: str) -> None:
         self.tasks.start(self.enrolments.serve(stream, observed_address), "enrolment")
+
+    async def _dial_back(self, peer_id: PeerId) -> PeerProbed:
+        return await self.prober.dial_back(peer_id)
 
     async def _open_bulk(self, peer_id: PeerId) -> TunnelStream:
         return await self.links.open_stream(peer_id, bulk=True)

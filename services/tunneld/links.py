@@ -97,6 +97,11 @@ class Links:
             return "it is not known here" if self._mesh.in_mesh else "this node is in no mesh with others"
         return link.published.reason
 
+    def addresses_of(self, peer_id: PeerId) -> tuple[Address, ...]:
+        """Where gossipd says that the peer is."""
+        link = self._links.get(peer_id)
+        return link.addresses if link else ()
+
     def links(self) -> list[LinkChanged]:
         """What was last published of each link, by peer id."""
         return [link.published for _, link in sorted(self._links.items()) if link.published is not None]

@@ -17,7 +17,7 @@ from shared.probe import Ending, Path, Place
 
 NAME_SECONDS = 3.0
 CONNECT_SECONDS = 3.0
-REFUSAL_SECONDS = 1.0
+REFUSAL_SECONDS = 0.5
 """How long a machine may take to say that nothing has a UDP port."""
 IP_MTU = 14
 IPV6_MTU = 24

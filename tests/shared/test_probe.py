@@ -104,12 +104,12 @@ def test_another_version_works_but_is_said() -> None:
 
 
 def test_who_joins_learns_whether_it_would_be_admitted() -> None:
-    joining = Asked(joining=True)
+    joining = Asked(joining=True, root_fingerprint="ab")
     assert "admits" in judge(GOOD, Handshake(), None, joining).checks[-1].detail
     assert "no issuer" in failed(judge(GOOD, refusal("No common ALPN protocols"), None, joining))[0].detail
     other = failed(judge(GOOD, refusal("what answers there is of another mesh than the token"), None, joining))
     assert (other[0].name, "meshctl invite" in other[0].fix) == ("mesh", True)
-    unpinned = judge(GOOD, refusal("what answers …"), None, Asked(joining=True, pinned=False))
+    unpinned = judge(GOOD, refusal("what answers …"), None, Asked(joining=True))
     assert levels(unpinned)["mesh"] == "warn"
 
 

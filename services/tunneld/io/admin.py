@@ -1,4 +1,4 @@
-"""ADMIN streams: logs, load, unload and drain on another node, asked by one with an issuer's grant.
+"""ADMIN streams: logs, load, unload and drain on another node, asked by one with an issuer's grant; ``probe`` by any.
 
 The asking tunneld opens a stream, sends one ``AdminRequest`` and reads one ``AdminReply`` or ``Refused``. The asked one
 checks the grant that the peer's certificate proves and its own ``mesh.accept_admin``, and asks its own daemons. Peers
@@ -25,7 +25,7 @@ from shared.io import log
 from shared.messages.daemon import Refused
 from shared.messages.models import LoadModel, UnloadModel
 from shared.messages.trust import DrainNode
-from shared.messages.tunnel import AdminReply, AdminRequest
+from shared.messages.tunnel import AdminReply, AdminRequest, PeerProbed
 
 ASK_SECONDS = 10.0
 """For logs and drain. A load answers as soon as it is queued."""
@@ -37,9 +37,11 @@ FRAME_LIMIT_BYTES = 4 * 1024 * 1024
 
 AskDaemon = Callable[[str, codec.Message], Awaitable[codec.Message]]
 """``(daemon, request) -> reply``. Raises MeshError."""
+DialBack = Callable[[PeerId], Awaitable[PeerProbed]]
+"""Probes a peer at the addresses this node has of it. Raises RequestRefused."""
 
 
-async def ask_peer(stream: TunnelStream, request: AdminRequest) -> AdminReply:
+async def ask_peer(stream: TunnelStream, request: AdminRequest) -> AdminReply | PeerProbed:
     """The asking side. Raises: RequestRefused with the peer's refusal, PeerUnreachable, StreamLost."""
     try:
         async with asyncio.timeout(ASK_SECONDS):
@@ -51,7 +53,7 @@ async def ask_peer(stream: TunnelStream, request: AdminRequest) -> AdminReply:
     finally:
         stream.abort("done")
     match answer:
-        case AdminReply():
+        case AdminReply() | PeerProbed():
             return answer
         case Refused(code=code, detail=detail):
             raise RequestRefused(code, detail)
@@ -61,11 +63,14 @@ async def ask_peer(stream: TunnelStream, request: AdminRequest) -> AdminReply:
 class AdminDesk:
     """The asked side. ``accepts`` is the configuration's word; ``own`` this node's id."""
 
-    def __init__(self, own: PeerId, logs: Path, ask: AskDaemon, accepts: Callable[[], bool]) -> None:
+    def __init__(
+        self, own: PeerId, logs: Path, ask: AskDaemon, accepts: Callable[[], bool], dial_back: DialBack
+    ) -> None:
         self._own = own
         self._logs = logs
         self._ask = ask
         self._accepts = accepts
+        self._dial_back = dial_back
 
     async def serve(self, stream: TunnelStream, rest: bytes, peer: VerifiedPeer) -> None:
         """One request, answered. Raises: StreamLost, SchemaError."""
@@ -84,6 +89,9 @@ class AdminDesk:
     async def _decide(self, request: codec.Message, peer: VerifiedPeer) -> codec.Message:
         if not isinstance(request, AdminRequest):
             raise RequestRefused("schema", f"an ADMIN stream carries AdminRequest, not {type(request).__name__}")
+        if request.action == "probe" and request.peer == self._own:
+            log.info("admin", by=peer.peer_id, action=request.action)
+            return await self._dial_back(peer.peer_id)
         if peer.grant != "issuer":
             self._refused(request, peer, "grant")
             raise RequestRefused(

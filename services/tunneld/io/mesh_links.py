@@ -46,7 +46,7 @@ from shared.io.drive import Drive, Tasks, Tick
 from shared.messages.daemon import StoryEntry
 from shared.messages.trust import PeersWanted, TrustChanged
 from shared.messages.tunnel import LinkChanged
-from shared.multiaddrs import Address
+from shared.multiaddrs import Address, parse_addresses
 
 DIAL_SECONDS = 5.0
 MEASURE_SECONDS = 1.0
@@ -146,6 +146,15 @@ class MeshLinks:
             if connection.peer.peer_id == peer_id and connection.transport == "quic" and connection.dialled_here:
                 return connection.observed_address
         return ""
+
+    def addresses_of(self, peer_id: PeerId) -> tuple[Address, ...]:
+        """Where the peer says it is, and where this node sees it over QUIC, whose port others can dial."""
+        seen = [
+            connection.remote
+            for connection in self._connections.values()
+            if connection.peer.peer_id == peer_id and connection.transport == "quic"
+        ]
+        return tuple(dict.fromkeys([*self.links.addresses_of(peer_id), *parse_addresses(tuple(seen))]))
 
     async def dial_enroll(self, address: Address, root_fingerprint: str) -> TunnelStream:
         return await self.quic.dial_enroll(address, root_fingerprint)

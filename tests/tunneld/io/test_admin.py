@@ -11,10 +11,11 @@ from services.tunneld.framing import OpeningReader, StreamType, encode_frame, en
 from services.tunneld.io.admin import LINE_LIMIT, AdminDesk, ask_peer
 from shared import codec
 from shared.errors import RequestRefused, SchemaError
+from shared.ids import PeerId
 from shared.messages.daemon import Done
 from shared.messages.models import LoadModel, UnloadModel
 from shared.messages.trust import DrainNode, Grant
-from shared.messages.tunnel import AdminAction, AdminReply, AdminRequest
+from shared.messages.tunnel import AdminAction, AdminReply, AdminRequest, PeerProbed, ProbeCheck
 from tests.tunneld.bounded import bounded
 from tests.tunneld.meshes import EndNode, TestMesh, end_nodes
 
@@ -27,12 +28,17 @@ class Asked:
     def __init__(self, node: EndNode, logs: Path, accepts: bool = True) -> None:
         self.accepts = accepts
         self.asked: list[tuple[str, codec.Message]] = []
-        self.desk = AdminDesk(node.peer_id, logs, self.ask, lambda: self.accepts)
+        self.dialled: list[PeerId] = []
+        self.desk = AdminDesk(node.peer_id, logs, self.ask, lambda: self.accepts, self.dial_back)
         self.node = node
 
     async def ask(self, daemon: str, request: codec.Message) -> codec.Message:
         self.asked.append((daemon, request))
         return Done()
+
+    async def dial_back(self, peer_id: PeerId) -> PeerProbed:
+        self.dialled.append(peer_id)
+        return PeerProbed(checks=(ProbeCheck(name="tcp", level="ok", detail="answers"),))
 
     async def serve(self) -> None:
         connection, stream = await self.node.streams.get()
@@ -43,7 +49,7 @@ class Asked:
         await self.desk.serve(stream, opening.rest, connection.peer)
 
 
-async def exchange(asker: EndNode, asked: Asked, request: AdminRequest) -> AdminReply:
+async def exchange(asker: EndNode, asked: Asked, request: AdminRequest) -> AdminReply | PeerProbed:
     connection = await asker.dial(asked.node)
     serving = asyncio.ensure_future(asked.serve())
     try:
@@ -66,7 +72,9 @@ async def test_an_issuer_may_read_logs_and_load_unload_drain(logs: Path) -> None
 
         async def ask(action: AdminAction, subject: str, lines: int = 3) -> tuple[str, ...]:
             request = AdminRequest(peer=node.peer_id, action=action, subject=subject, lines=lines)
-            return (await exchange(asker, asked, request)).lines
+            answer = await exchange(asker, asked, request)
+            assert isinstance(answer, AdminReply)
+            return answer.lines
 
         assert await ask("logs", "gossipd") == ("line 4997", "line 4998", "line 4999")
         assert len(await ask("logs", "gossipd", 10**9)) == LINE_LIMIT
@@ -103,6 +111,18 @@ async def test_the_owner_may_refuse_everybody(logs: Path) -> None:
         with pytest.raises(RequestRefused, match=r"mesh\.accept_admin is false"):
             await exchange(asker, asked, AdminRequest(peer=node.peer_id, action="drain"))
         assert asked.asked == []
+
+
+@pytest.mark.parametrize("grant", ["member", "client", "guest", "issuer"])
+@bounded
+async def test_any_peer_may_ask_to_be_dialled(grant: Grant, logs: Path) -> None:
+    """The owner's refusal of other requests does not count for `probe`; who is dialled is the one who asks."""
+    async with end_nodes("quic", MESH.credentials(grant=grant), MESH.credentials()) as (asker, node):
+        asked = Asked(node, logs, accepts=False)
+        answer = await exchange(asker, asked, AdminRequest(peer=node.peer_id, action="probe", subject="/ip4/10.0.0.1"))
+        assert isinstance(answer, PeerProbed)
+        assert answer.checks[0].detail == "answers"
+        assert (asked.dialled, asked.asked) == ([asker.peer_id], [])
 
 
 @pytest.mark.parametrize("subject", ["secret", "../gossipd", "gossipd.log", "", "/etc/passwd"])

@@ -19,7 +19,7 @@ from shared.errors import PeerUnreachable, SchemaError, StreamLost
 from shared.ids import PeerId
 from shared.io.drive import Tasks
 from shared.messages.daemon import Done
-from shared.messages.tunnel import FromPeer
+from shared.messages.tunnel import FromPeer, PeerProbed
 from tests.tunneld.bounded import bounded, until
 from tests.tunneld.meshes import EndNode, TestMesh, end_nodes, read_all
 
@@ -44,8 +44,11 @@ class Served:
         async def ask(_daemon: str, _request: codec.Message) -> codec.Message:
             return Done()
 
+        async def dial_back(_: PeerId) -> PeerProbed:
+            return PeerProbed(checks=())
+
         control = ControlStreams(no_stream, self.got.append, count, tasks)
-        admin = AdminDesk(node.peer_id, Path("/nowhere"), ask, lambda: True)
+        admin = AdminDesk(node.peer_id, Path("/nowhere"), ask, lambda: True, dial_back)
         self.incoming = IncomingStreams(control, admin, self.serve_http, count, tasks)
         node.endpoint.on_stream = self.incoming.accept
 
