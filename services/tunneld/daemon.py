@@ -72,7 +72,13 @@ class Tunneld:
             daemon="tunneld",
         )
         self.engines = EngineRelay(self.leases, self.bus.count)
-        self.data = DataSocket(paths.data_socket, self._open_bulk, self.bus.count, self.tasks)
+        self.data = DataSocket(
+            paths.data_socket,
+            self._open_bulk,
+            self.bus.count,
+            self.tasks,
+            silent_seconds=lambda peer_id: self.links.silent_seconds(peer_id),
+        )
         self.incoming = IncomingStreams(self.control, self.admin, self.engines.serve, self.bus.count, self.tasks)
         self.links = MeshLinks(
             key.private,

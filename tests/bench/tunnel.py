@@ -27,6 +27,7 @@ ROUNDS = 5
 CHATS = 200
 CHAT_ROUNDS = 5
 END_SECONDS = 60.0
+POLL_SECONDS = 0.05
 MODEL = "bench-model"
 NAMES = {"plain": "plain TCP", "tls": "TLS without us", "tcp": "TLS over TCP", "quic": "QUIC"}
 
@@ -162,7 +163,7 @@ def _await_route(port: int) -> None:
     while http_post(port, "/v1/chat/completions", BODY, JSON_TYPE)[0] != 200:
         if time.monotonic() > give_up:
             raise mesh.NoNode("the second node never answered for the first one's model")
-        time.sleep(0.1)
+        time.sleep(POLL_SECONDS)
 
 
 def _chats(port: int) -> float:

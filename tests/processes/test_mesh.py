@@ -80,7 +80,8 @@ class Load(threading.Thread):
                 return
             began = time.monotonic()
             try:
-                answer = self.node.chat(self.model, "hi", max_tokens=2)
+                # Another conversation each time, so that every host has its share.
+                answer = self.node.chat(self.model, "hi", max_tokens=2, user=str(self.answered))
                 if answer.status != 200:
                     self.failures.append(f"{answer.status} {answer.body[:300]!r}")
             except (OSError, http.client.HTTPException) as error:

@@ -15,6 +15,7 @@ from shared.multiaddrs import Transport
 PING_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 """A connection without a sign of life for so long is lost. Longer than any pause of a busy small machine."""
+SUSPICION_SECONDS = 0.7
 STREAM_LIMIT = 512
 """Streams that a peer may have open here at once, over TCP; QUIC allows 128."""
 
@@ -59,6 +60,18 @@ class Connection(abc.ABC):
     @abc.abstractmethod
     def close(self, reason: str) -> None:
         """End it and all its streams; tells the peer why where the transport can. Idempotent."""
+
+    @abc.abstractmethod
+    def silent_seconds(self) -> float:
+        """Since the peer was last heard. A healthy one answers a ping every second."""
+
+    @abc.abstractmethod
+    def suspect(self) -> None:
+        """Another connection with this peer has just ended: ask for a sign of life at once, and end without one."""
+
+    def suspicion_seconds(self) -> float:
+        """How long a suspected peer has for it."""
+        return max(SUSPICION_SECONDS, 4 * (self.rtt_seconds() or 0.0))
 
     def rtt_seconds(self) -> float | None:
         """Smallest round trip of the last minute."""

@@ -36,6 +36,9 @@ ANSWER_SLACK_SECONDS = 5.0
 """The peer refuses at the deadline; this much later it counts as gone."""
 
 GRACE_SECONDS = 0.2
+LOOK_SECONDS = 0.25
+SILENT_SECONDS = 2.0
+"""A peer that has not answered two pings is not waited for while another host may serve the request."""
 
 OpenStream = Callable[[PeerId], Awaitable[TunnelStream]]
 
@@ -43,9 +46,18 @@ OpenStream = Callable[[PeerId], Awaitable[TunnelStream]]
 class DataSocket:
     """Serves ``path`` from :meth:`start` on. ``open_stream`` raises PeerUnreachable with the link's reason."""
 
-    def __init__(self, path: Path, open_stream: OpenStream, count: Callable[[str], None], tasks: Tasks) -> None:
+    def __init__(
+        self,
+        path: Path,
+        open_stream: OpenStream,
+        count: Callable[[str], None],
+        tasks: Tasks,
+        *,
+        silent_seconds: Callable[[PeerId], float] = lambda _peer: 0.0,
+    ) -> None:
         self._path = path
         self._open_stream = open_stream
+        self._silent_seconds = silent_seconds
         self._count = count
         self._tasks = tasks
         self._server: asyncio.Server | None = None
@@ -115,7 +127,7 @@ class DataSocket:
                     "deadline_seconds": request.deadline_seconds,
                 }
                 await stream.write(encode_opening(StreamType.TUNNEL_HTTP, header))
-                answer = codec.decode(await read_frame(stream, FrameReader(MESSAGE_LIMIT_BYTES)))
+                answer = codec.decode(await self._answer_of(request.peer_id, stream))
             if isinstance(answer, StreamOpened):
                 opened, stream = stream, None
                 return opened, answer
@@ -132,6 +144,24 @@ class DataSocket:
         finally:
             if stream is not None:
                 stream.abort("not used")
+
+
+    async def _answer_of(self, peer_id: PeerId, stream: TunnelStream) -> bytes:
+        """The peer's frame; loading a model may take long, silence of the whole peer may not.
+
+        Raises: PeerUnreachable, StreamLost, SchemaError.
+        """
+        reading = asyncio.ensure_future(read_frame(stream, FrameReader(MESSAGE_LIMIT_BYTES)))
+        try:
+            while True:
+                done, _ = await asyncio.wait([reading], timeout=LOOK_SECONDS)
+                if done:
+                    return reading.result()
+                silent = self._silent_seconds(peer_id)
+                if silent > SILENT_SECONDS:
+                    raise PeerUnreachable(f"the node has been silent for {silent:.1f} s")
+        finally:
+            await _cancelled(reading)
 
 
 async def _read_request(reader: asyncio.StreamReader) -> OpenHttp:

@@ -140,6 +140,12 @@ class MeshLinks:
             raise PeerUnreachable(f"no link with {peer_id}: {self.links.why_not(peer_id)}")
         return await connection.open_stream()
 
+    def silent_seconds(self, peer_id: PeerId) -> float:
+        """Since the peer was last heard over the connection that bulk streams take; 0 without one."""
+        connection_id = self.links.connection_for(peer_id, bulk=True)
+        connection = self._connections.get(connection_id) if connection_id is not None else None
+        return connection.silent_seconds() if connection is not None else 0.0
+
     def observed_address(self, peer_id: PeerId) -> str:
         """Where the peer sees this node over QUIC, whose port does not change with each connection; "" if unknown."""
         for connection in self._connections.values():
@@ -224,6 +230,10 @@ class MeshLinks:
         reason = "" if closed.cancelled() else closed.result()
         self.drive.post(Measured(connection_id, None, connection.counters))
         self.drive.post(ConnectionLost(connection_id, reason or "the connection ended"))
+        for other in self._connections.values():
+            if other.peer.peer_id == connection.peer.peer_id:
+                # A machine that died says nothing over UDP; its TCP connections often do.
+                other.suspect()
 
     async def _measure(self) -> None:
         while True:

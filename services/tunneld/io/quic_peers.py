@@ -63,6 +63,19 @@ class QuicMeshConnection(Connection):
     def close(self, reason: str) -> None:
         self._link.close(reason)
 
+    def silent_seconds(self) -> float:
+        return asyncio.get_running_loop().time() - self._link.heard_at
+
+    def suspect(self) -> None:
+        if not self.closed.done():
+            self._link.ping()
+            began = asyncio.get_running_loop().time()
+            asyncio.get_running_loop().call_later(self.suspicion_seconds(), self._judge_silence, began)
+
+    def _judge_silence(self, began: float) -> None:
+        if self._link.heard_at <= began:
+            self.close(f"no sign of life for {self.silent_seconds():.1f} s after another connection ended")
+
     def ended(self, reason: str) -> None:
         self._keeper.cancel()
         self.resolve(reason)

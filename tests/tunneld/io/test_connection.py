@@ -23,6 +23,11 @@ class Bare(Connection):
     def close(self, reason: str) -> None:
         self.resolve(reason)
 
+    def silent_seconds(self) -> float:
+        return 0.0
+
+    def suspect(self) -> None: ...
+
 
 class Done:
     """A stream that is over."""

@@ -30,7 +30,8 @@ MESH = TestMesh()
 class Door:
     """A data socket of ``a`` with a connection to ``b``, whose streams the test serves."""
 
-    def __init__(self, path: Path, b: EndNode, counts: Counter[str]) -> None:
+    def __init__(self, path: Path, b: EndNode, counts: Counter[str], silent: list[float]) -> None:
+        self.silent = silent
         self.path = path
         self.b = b
         self.counts = counts
@@ -67,10 +68,11 @@ async def door(home: Path) -> AsyncIterator[Door]:
         def count(what: str) -> None:
             counts[what] += 1
 
-        data = DataSocket(home / "d", open_stream, count, tasks)
+        silent = [0.0]
+        data = DataSocket(home / "d", open_stream, count, tasks, silent_seconds=lambda _peer: silent[0])
         await data.start()
         try:
-            yield Door(home / "d", b, counts)
+            yield Door(home / "d", b, counts, silent)
         finally:
             data.close()
             await tasks.cancel()
@@ -113,6 +115,19 @@ async def test_without_a_link_the_reason_comes_at_once(mesh_home: Path) -> None:
     async with door(mesh_home) as here:
         reader, writer = await here.ask(PeerId("12gone"))
         assert await read_message(reader) == Refused(code="peer_unreachable", detail="no link with 12gone: it left")
+        writer.close()
+
+
+@bounded
+async def test_a_silent_peer_is_not_waited_for(mesh_home: Path) -> None:
+    """Loading a model may take long, silence of the whole peer may not."""
+    async with door(mesh_home) as here:
+        reader, writer = await here.ask()
+        await here.asked()
+        here.silent[0] = 2.5
+        assert await read_message(reader) == Refused(
+            code="peer_unreachable", detail="the node has been silent for 2.5 s"
+        )
         writer.close()
 
 

@@ -186,6 +186,21 @@ async def test_a_peer_that_is_gone_is_dialled_until_it_is_back(tmp_path: Path) -
 
 
 @bounded
+async def test_a_peer_whose_tcp_ends_must_show_life_over_udp_at_once(tmp_path: Path) -> None:
+    """A machine that died says nothing over UDP: waiting for its silence would hold requests up for seconds."""
+    async with nodes(tmp_path, 2) as (a, b):
+        a.want(b)
+        await until(lambda: a.connected(b) and b.connected(a))
+        assert b.links.quic._transport is not None
+        b.links.quic._transport.abort()
+        b.links.tls.close()
+        began = asyncio.get_running_loop().time()
+        await until(lambda: a.said[b.peer_id].state != "connected")
+        assert asyncio.get_running_loop().time() - began < 3
+        assert a.links.silent_seconds(b.peer_id) == 0.0
+
+
+@bounded
 async def test_a_certificate_of_somebody_else_is_not_used(tmp_path: Path) -> None:
     async with nodes(tmp_path, 2, trusting=False) as (a, b):
         with pytest.raises(CertificateRefused, match=f"is for {b.peer_id}, this node is {a.peer_id}"):

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.tunneld.io.tls import KEPT_IDLE, PARKED, TlsConnection, TlsEndpoint
+from services.tunneld.io.tls import TlsEndpoint
+from services.tunneld.io.tls_connection import KEPT_IDLE, PARKED, TlsConnection
 from services.tunneld.io.tls_socket import TlsSocket
 from shared.errors import CertificateRefused
 from tests.tunneld.bounded import bounded, until

@@ -1,0 +1,38 @@
+"""A TLS connection and a peer that stops answering."""
+
+from __future__ import annotations
+
+import asyncio
+
+from services.tunneld.io.tls_connection import TlsConnection
+from tests.tunneld.bounded import bounded, until
+from tests.tunneld.meshes import TestMesh, end_nodes
+
+MESH = TestMesh()
+
+
+@bounded
+async def test_a_suspected_peer_that_answers_stays() -> None:
+    async with end_nodes("tcp", MESH.credentials(), MESH.credentials()) as (a, b):
+        there = await a.dial(b)
+        there.suspect()
+        before = there.silent_seconds()
+        await asyncio.wait([there.closed], timeout=there.suspicion_seconds() + 0.05)
+        assert not there.closed.done()
+        assert there.silent_seconds() < before + there.suspicion_seconds() + 0.5
+
+
+@bounded
+async def test_a_suspected_peer_that_is_silent_is_given_up_in_a_second() -> None:
+    async with end_nodes("tcp", MESH.credentials(), MESH.credentials()) as (a, b):
+        there = await a.dial(b)
+        back = await b.connections.get()
+        assert isinstance(back, TlsConnection)
+        assert back._control.transport is not None
+        # Nothing is read any more: the other end is frozen, its kernel is not.
+        back._control.transport.pause_reading()
+        await until(lambda: there.silent_seconds() > 0)
+        began = asyncio.get_running_loop().time()
+        there.suspect()
+        assert "no sign of life" in await there.closed
+        assert asyncio.get_running_loop().time() - began < 2
