@@ -166,9 +166,26 @@ class Supervised:
         return status, body
 
     def restart(self, name: str) -> None:
-        """As ``supervisorctl restart`` does it."""
+        """As ``supervisorctl restart`` does it.
+
+        That one waits a second before it returns; here only until the program runs: between fork and exec a SIGTERM is
+        caught by the handler of supervisord's copy and lost, and supervisord waits 10 s to kill what it started.
+        """
+        wait_until(lambda: self._is_executed(name), 20, f"supervisord has started {name}")
         self.supervisor.call("stopProcess", name, True)
         self.supervisor.call("startProcess", name, False)
+
+    def _is_executed(self, name: str) -> bool:
+        pid = self.pid(name)
+        with contextlib.suppress(psutil.Error):
+            return pid != 0 and f"services.{name}" in psutil.Process(pid).cmdline()
+        return False
+
+    def is_current(self, worker: int) -> bool:
+        """Whether the worker was started by the stub that runs now."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(worker).ppid() == self.pid("proxyd")
+        return False
 
     def log(self) -> str:
         return "\n".join(

@@ -50,11 +50,15 @@ def is_whole(stream: Stream) -> None:
 
 
 def one_new_worker(node: Supervised, old: list[int]) -> int:
-    """The one worker once it is another one and answers."""
-    workers = wait_until(lambda: (found := node.workers()) and not set(old) & set(found) and found, 20, "a new worker")
-    assert isinstance(workers, list)
+    """The one worker once it is another one, of the stub that runs now, and answers."""
+
+    def settled() -> int:
+        workers = node.workers()
+        return workers[0] if len(workers) == 1 and workers[0] not in old and node.is_current(workers[0]) else 0
+
+    worker = wait_until(settled, 20, "a new worker")
     wait_until(node.is_live, 20, "the new worker answers")
-    return int(workers[-1])
+    return worker
 
 
 def test_restart_keeps_streams_and_refuses_and_delays_nothing(node: Supervised) -> None:
@@ -79,8 +83,7 @@ def test_two_restarts_in_a_row_leave_one_worker(node: Supervised) -> None:
         node.restart("proxyd")
         node.restart("proxyd")
         is_whole(stream)
-        one_new_worker(node, old)
-        worker = wait_until(lambda: (now := node.workers())[1:] == [] and now[0], 20, "only the newest worker is left")
+        worker = one_new_worker(node, old)
     assert node.workers() == [worker]
     assert loop.failures == []
     # The ended worker's bus sockets had the same names.
