@@ -99,8 +99,10 @@ def places_of(addresses: Sequence[Address]) -> tuple[Place, ...]:
 
 
 def judge(path: Path, quic: Handshake | None, tls: Handshake | None, asked: Asked) -> Judged:
-    """Everything about one place; handshakes that were not tried are None."""
+    """Everything about one place; handshakes that were not tried are None, and then TCP has to do for an answer."""
     works = any(shake is not None and not shake.error for shake in (quic, tls))
+    if quic is None and tls is None:
+        works = path.tcp == "ok"
     return Judged(path.place, tuple(_checks(path, quic, tls, asked, works)), works)
 
 
@@ -145,8 +147,7 @@ def _checks(
         return
     if place.reach == "name":
         yield _check("name", "ok", f"is {path.ip}")
-    tried = quic is not None or tls is not None
-    if _is_container(path) and not works and (tried or path.tcp != "ok"):
+    if _is_container(path) and not works:
         yield _check(
             "container", "fail", "that is Docker's bridge network, the same on every machine: no way to another one",
             f'run that container with --network host, or let its node advertise the host: mesh.advertise = '
@@ -162,7 +163,7 @@ def _checks(
     if place.reach == "loopback" and not works:
         answered = any(shake is not None and shake.is_refusal for shake in (quic, tls))
         yield _check(
-            "route", "fail" if tried and not answered else "warn",
+            "route", "warn" if answered else "fail",
             "a loopback address leads to the dialling machine itself, never to another one",
             'let that node listen on its network: mesh.host = "0.0.0.0" in its mesh.toml, then restart it',
         )  # fmt: skip

@@ -15,6 +15,7 @@ from typing import Literal
 import click
 import psutil
 
+from services.meshctl.completion import complete_peer
 from services.meshctl.config import warnings_about
 from services.meshctl.leftovers import find_leftovers
 from services.meshctl.machine import bind_problem, describe, engine_found, gpus, port_owners, wanted_ports
@@ -22,6 +23,7 @@ from services.meshctl.node import Node
 from services.meshctl.output import STATE_STYLES, clean, print_json, size
 from services.meshctl.up import LOW_DISK_BYTES
 from shared.errors import MeshError
+from shared.messages.tunnel import ProbeCheck
 from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
 
 Level = Literal["ok", "warn", "fail"]
@@ -51,26 +53,39 @@ class Check:
 
 
 @click.command()
+@click.option("--peer", metavar="PEER", shell_complete=complete_peer, help="Check the way to another node, and back.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def doctor(as_json: bool) -> None:
+def doctor(peer: str | None, as_json: bool) -> None:
     """Check this machine for everything a node needs; exit status 1 if something is missing.
+
+    With --peer it checks instead why this node and another one do not meet. PEER is a token (@FILE, - for standard
+    input), an address (HOST, HOST:PORT or a multiaddr), or a node's name or id as 'meshctl peers' shows it.
 
     Changes nothing.
     """
+    if peer is not None:
+        from services.meshctl.doctor_peer import examine_peer
+
+        examine_peer(Node(), peer, as_json=as_json)
+        return
     found = list(examine(Node()))
     failed = sum(check.level == "fail" for check in found)
     if as_json:
         print_json({"ok": not failed, "checks": [dataclasses.asdict(check) for check in found]})
     else:
         for check in found:
-            mark = click.style(f"{check.level:4}", fg=STATE_STYLES[check.level])
-            click.echo(f"{mark}  {check.name:12} {clean(check.detail)}")
-            if check.fix:
-                click.echo(f"      {'':12} -> {clean(check.fix)}")
+            show(check)
         warned = sum(check.level == "warn" for check in found)
         click.echo(f"{failed} missing, {warned} worth a look, {len(found) - failed - warned} fine.")
     if failed:
         raise SystemExit(1)
+
+
+def show(check: Check | ProbeCheck) -> None:
+    mark = click.style(f"{check.level:4}", fg=STATE_STYLES[check.level])
+    click.echo(f"{mark}  {check.name:12} {clean(check.detail)}")
+    if check.fix:
+        click.echo(f"      {'':12} -> {clean(check.fix)}")
 
 
 def examine(node: Node) -> Iterator[Check]:
