@@ -183,7 +183,7 @@ class Links:
         effects: list[Effect] = self._stop_dialling(link, tuple(link.rounds))
         link.rounds.clear()
         for key, item in link.connections.items():
-            if item.dialled_here and key not in link.retired and len(link.connections) == 1:
+            if item.dialled_here and key not in link.retired:
                 effects.append(CloseConnection(key, "not needed any more", when_idle=True))
         return effects
 

@@ -292,11 +292,11 @@ def test_a_connection_that_the_peer_dialled_stays_though_nobody_here_wants_it() 
 
 
 def test_what_is_no_longer_wanted_is_let_go() -> None:
-    desk = Desk(transport="quic")
-    desk.want((B, (QUIC,)))
-    key = desk.connect(B)
+    desk = Desk()
+    desk.want((B, (QUIC, TCP)))
+    keys = [desk.connect(B), desk.connect(B, "tcp")]
     desk.want()
-    assert desk.closes() == [CloseConnection(key, "not needed any more", when_idle=True)]
+    assert desk.closes() == [CloseConnection(key, "not needed any more", when_idle=True) for key in keys]
 
 
 def test_counters_outlive_connections_and_round_trips_are_said_when_they_change() -> None:

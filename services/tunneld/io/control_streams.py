@@ -10,6 +10,7 @@ Source: docs/spec/framing.md.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -30,10 +31,12 @@ STREAM_OF: dict[PeerChannel, StreamType] = {
     "enroll": StreamType.ENROLL,
 }
 CHANNEL_OF: dict[StreamType, PeerChannel] = {type: channel for channel, type in STREAM_OF.items()}
+END_SECONDS = 10.0
 QUEUE_BYTES = 8 * 1024 * 1024
 """Waiting for one peer on one channel: two of the largest messages."""
 QUEUE_MESSAGES = 256
-IDLE_SECONDS = 120.0
+STREAM_SECONDS = 60.0
+"""Then the next message opens another stream, on whatever connection is the right one by then."""
 RATE_FRAMES_PER_SECOND = 500.0
 BURST_FRAMES = 200.0
 FRAME_LIMIT_BYTES: dict[PeerChannel, int] = {
@@ -100,6 +103,7 @@ class ControlStreams:
         try:
             stream = await self._open_stream(peer_id)
             await stream.write(encode_opening(STREAM_OF[channel], {}))
+            until = asyncio.get_running_loop().time() + STREAM_SECONDS
             while True:
                 while queue.payloads:
                     payload = queue.payloads.popleft()
@@ -109,17 +113,19 @@ class ControlStreams:
                     on_its_way = 0
                 queue.changed.clear()
                 try:
-                    async with asyncio.timeout(IDLE_SECONDS):
+                    async with asyncio.timeout_at(until):
                         await queue.changed.wait()
                 except TimeoutError:
-                    await stream.finish()
+                    # From here on messages go to a new stream; this one is ended, not cut: its last ones may be unread.
+                    del self._queues[key]
+                    await _end(stream)
                     return
         except MeshError as error:
             for _ in range(len(queue.payloads) + on_its_way):
                 self._drop(peer_id, channel, error.detail)
         finally:
-            queue.running = False
-            self._queues.pop(key, None)
+            if self._queues.get(key) is queue:
+                del self._queues[key]
             if stream is not None:
                 stream.abort("no longer used")
 
@@ -148,6 +154,15 @@ class ControlStreams:
             if not data:
                 reader.finish()
                 return
+
+
+async def _end(stream: TunnelStream) -> None:
+    """Raises: StreamLost."""
+    await stream.finish()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(END_SECONDS):
+            while await stream.read():
+                pass
 
 
 def channel_of(type: StreamType) -> PeerChannel:

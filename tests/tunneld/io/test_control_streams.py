@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 
 from services.tunneld.framing import OpeningReader, StreamType, encode_frame, encode_opening
+from services.tunneld.io import control_streams
 from services.tunneld.io.control_streams import (
     BURST_FRAMES,
     FRAME_LIMIT_BYTES,
@@ -103,6 +104,23 @@ async def test_a_peer_that_does_not_read_costs_only_its_own_messages() -> None:
         one.control.forget(nodes[1].peer_id)
         assert all(not queue.payloads for queue in one.control._queues.values())
         await one.tasks.cancel()
+
+
+@bounded
+async def test_streams_are_renewed_now_and_then_and_nothing_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that both ends have retired must become idle some day."""
+    monkeypatch.setattr(control_streams, "STREAM_SECONDS", 0.05)
+    async with end_nodes("tcp", MESH.credentials(), MESH.credentials()) as nodes:
+        one, other = await pair(nodes)
+        for number in range(60):
+            one.control.send(SendToPeers(peers=(nodes[1].peer_id,), payload=b"%d" % number))
+            await asyncio.sleep(0.005)
+        await until(lambda: len(other.got) == 60)
+        assert [item.payload for item in other.got] == [b"%d" % number for number in range(60)]
+        assert one.counts == {}
+        link = one.links[nodes[1].peer_id]
+        assert link.counters.streams_opened > 2  # type: ignore[attr-defined]
+        await until(lambda: link.open_streams == 0)  # type: ignore[attr-defined]
 
 
 @bounded
