@@ -86,6 +86,10 @@ from shared.paths import NodePaths
 NAME = "launcherd"
 OWN_SECTIONS = ("node.", "models.", "engine.")
 LOG_LINES_LIMIT = 2_000
+CLIENT_WORDS = (
+    "this node is a client (node.client in mesh.toml), it loads nothing itself; name another one with --node, or run "
+    "'meshctl up --no-client'"
+)
 RESCAN_SECONDS = 1.0
 """A request for an unknown model looks at the folders again, but not more often."""
 
@@ -113,6 +117,8 @@ class Launcher:
         self._tokens = itertools.count(1)
         self._replies: dict[ReplyToken, asyncio.Future[codec.Message]] = {}
         self._told: dict[SlotId, str] = {}
+        # electiond's word. It forgets a client's assignments by itself; unloading before that would decline them.
+        self._nothing_assigned = False
         self._rescanned_at = -RESCAN_SECONDS
 
     # -- what the bus asks of every daemon -------------------------------------------------------------------
@@ -205,6 +211,8 @@ class Launcher:
                 return await self._ask(lambda token: WithdrawAsked(token=token, request=request))
             case EngineSuspected():
                 return await self._ask(lambda token: SuspicionRaised(token=token, request=request))
+            case LoadModel() if self.config.node.client:
+                raise RequestRefused("client", CLIENT_WORDS)
             case LoadModel(model=model):
                 await self._look_for(model)
                 return self._checked(await self._ask(lambda token: LoadAsked(token=token, request=request)))
@@ -278,6 +286,7 @@ class Launcher:
         if engine_changed or any(key.startswith("node.") for key in changed):
             await self.measure()
         await self.library.scan()
+        self._unload_of_client()
         log.info("config_reloaded", changed=",".join(changed))
         return ConfigReloaded(changed=tuple(changed), needs_restart=())
 
@@ -347,6 +356,14 @@ class Launcher:
     def assignments_changed(self, message: codec.Message) -> None:
         if isinstance(message, AssignmentsChanged):
             self.drive.post(AssignmentsGiven(assignments=message.assignments))
+            self._nothing_assigned = not message.assignments
+            self._unload_of_client()
+
+    def _unload_of_client(self) -> None:
+        """A node that only consumes keeps nothing loaded; running requests finish."""
+        if self.config.node.client and self._nothing_assigned:
+            token = ReplyToken(next(self._tokens))
+            self.drive.post(UnloadAsked(token=token, request=UnloadModel(wait=False), of_client=True))
 
 
 async def main(paths: NodePaths, config: NodeConfig) -> None:

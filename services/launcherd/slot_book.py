@@ -273,7 +273,12 @@ class SlotBook:
                 self.stop(slot, slot.drain.reason)
 
     def decline(self, slot: Slot, reason: str) -> None:
-        """The model goes, unless it only changes its slot: its assignment does not bring it back by itself."""
+        """The model goes, unless it only changes its slot: its assignment does not bring it back by itself.
+
+        What a node that became a client drops has no assignment any more; the next one counts.
+        """
+        if slot.drain is not None and slot.drain.by == "dropped":
+            return
         if not any(other.state in COMING for other in self.of(slot.name) if other is not slot):
             self.placement.decline(slot.name, reason, self.now)
 

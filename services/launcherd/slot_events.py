@@ -133,6 +133,8 @@ class LoadAsked:
 class UnloadAsked:
     token: ReplyToken
     request: UnloadModel
+    of_client: bool = False
+    """Nobody asked: the node became one that only consumes. Nothing is declined, electiond has taken it all back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -75,7 +75,7 @@ from shared.ids import ModelName
 from shared.io.drive import Tick
 from shared.messages.daemon import Done, Refused
 from shared.messages.leases import CREDIT_GRACE_SECONDS, EngineSuspected
-from shared.messages.models import LoadModel, ModelLoaded
+from shared.messages.models import LoadModel, ModelLoaded, SlotEnd
 
 IDLE_WORDS = (
     "this node is idle: it has no mesh.toml. 'meshctl up' writes one, or load a model with 'meshctl load MODEL'"
@@ -222,25 +222,27 @@ class SlotTable:
                 book.reply(asked.token, Refused(code="model_not_found", detail=detail))
                 return
             slots = book.of(name)
-        reason = "unloaded by request"
+        by: SlotEnd = "dropped" if asked.of_client else "owner"
+        reason = "this node only consumes now" if asked.of_client else "unloaded by request"
         for slot in slots:
-            book.placement.decline(slot.name, reason, book.now)
+            if not asked.of_client:
+                book.placement.decline(slot.name, reason, book.now)
             if slot.state in ("queued", "loading", "restarting"):
                 words = f"{slot.name} was unloaded while the request waited for it; ask again to load it"
                 for waiter in list(book.leases.line(slot.name)):
                     self._refuse(waiter, "unloaded", words)
             if slot.state == "ready":
-                book.start_drain(slot, Drain("owner", book.next_order(), reason))
+                book.start_drain(slot, Drain(by, book.next_order(), reason))
             elif slot.state == "draining" and slot.drain is not None:
-                slot.drain = Drain("owner", slot.drain.before, reason)
+                slot.drain = Drain(by, slot.drain.before, reason)
             elif slot.state in ("loading", "stopping"):
-                slot.drain = Drain("owner", 0, reason)
+                slot.drain = Drain(by, 0, reason)
                 slot.hung = ""  # Not to be restarted.
                 if slot.state == "loading":
                     book.stop(slot, reason)
             else:
                 book.failures.pop(slot.name, None)
-                book.drop(slot, reason, "owner")
+                book.drop(slot, reason, by)
         pending = [slot for slot in slots if slot.slot_id in book.slots]
         if not slots:
             book.reply(asked.token, Done(detail=f"{request.model or 'no model'} is not loaded: nothing to do"))

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import click
 
+from services.meshctl.config_file import update_config
 from services.meshctl.elsewhere import ask_node, on_node, other_node
 from services.meshctl.node import Node, run, survey
 from services.meshctl.output import Waiting, clean, print_json, progress
+from services.meshctl.reload import reload_daemons
 from services.meshctl.up import CLIENT_WITH_MODEL, bring_up, changes_of, endpoint
 from shared.codec import Message
 from shared.errors import ConfigError, DaemonUnreachable, MeshError, RequestRefused
@@ -74,6 +76,9 @@ def join(token: str | None, models: tuple[str, ...], client: bool, switch: bool,
     bring_up(node, changes_of(node, models, (), client=client or None))
     request = JoinMesh(token=text, client=client, switch=switch)
     joined, steps = run(_join(node, request, quiet=as_json))
+    if joined.grant == "client" and update_config(node.paths.config_file, node.environ, {("node", "client"): True}):
+        # The invite lets it only consume: its own daemons shall not load what nobody may be served.
+        reload_daemons(node)
     if as_json:
         print_json(
             {

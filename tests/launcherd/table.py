@@ -205,6 +205,9 @@ class World:
         self.do(UnloadAsked(token=token, request=UnloadModel(model=model_name, wait=wait)))
         return token
 
+    def become_client(self) -> None:
+        self.do(UnloadAsked(token=self._token(), request=UnloadModel(wait=False), of_client=True))
+
     def acquire(self, name: str, holder: str = "proxy", *, load: bool = True) -> int:
         token = self._token()
         self._requests += 1

@@ -423,6 +423,17 @@ def test_reload_keeps_models_and_bad_files_change_nothing(node: LauncherNode) ->
     assert pid_of(node, "tiny-llm") == pid
 
 
+def test_a_client_loads_nothing(node: LauncherNode) -> None:
+    """[node] client = true: it only consumes."""
+    node.configure(node={"client": True})
+    node.start()
+    refused = node.refusal(LoadModel(model=ModelName("tiny-llm")))
+    assert (refused.code, "--no-client" in refused.detail) == ("client", True)
+    node.configure(node={"client": False})
+    node.ask(ReloadConfig())
+    assert not node.load("tiny-llm").already
+
+
 def test_leftovers_of_another_life_are_swept(scripted: LauncherNode) -> None:
     """DESIGN §2: the next start adopts or sweeps. Nothing is ever orphaned."""
     node = scripted

@@ -352,6 +352,22 @@ def test_nothing_is_stopped_while_credits_are_out_even_if_unused() -> None:
 # -- unloading -----------------------------------------------------------------------------------------------
 
 
+def test_a_new_client_drops_everything_and_may_get_it_back() -> None:
+    """Running requests finish; what electiond assigns when it is no client any more is loaded."""
+    world = World()
+    world.assign(("a", "flag"))
+    a = world.ready("a")
+    world.acquire("a")
+    world.assign()
+    world.become_client()
+    assert world.state("a") == "draining"
+    world.give_back(a)
+    world.stopped("a")
+    assert (world.slot("a").reason, world.slot("a").ended_by) == ("this node only consumes now", "dropped")
+    world.assign(("a", "flag"))
+    assert world.state("a") == "loading"
+
+
 def test_unload_waits_for_running_requests() -> None:
     """UnloadModel: busy ones finish first."""
     world = World()

@@ -48,7 +48,7 @@ def test_it_says_what_it_is(mesh: tuple[Node, Node]) -> None:
     host, client = mesh
     wait_for(lambda: role_of(host, "client") == "client", 10, "the host to hear it")
     assert role_of(client, "client") == "client"
-    assert 'client = true' in (client.home / "mesh.toml").read_text()
+    assert "client = true" in (client.home / "mesh.toml").read_text()
     assert json.loads(client.meshctl("whoami", "--json").stdout)["grant"] == "client"
     assert "only consumes" in client.meshctl("why", "node").stdout
 
