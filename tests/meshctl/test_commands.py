@@ -36,6 +36,8 @@ USAGE_ERRORS = [
     ["run"],
     ["peers", "ban"],
     ["peers", "kick", "desk"],
+    ["up", "--client", "--model", "m"],
+    ["join", "TOKEN", "--client", "--model", "m"],
     ["join"],
     ["invite", "--grant", "king"],
     ["invite", "--uses", "0"],
@@ -108,3 +110,13 @@ def test_completion_knows_verbs_and_daemons(monkeypatch: pytest.MonkeyPatch, mes
     monkeypatch.setenv("COMP_CWORD", "2")
     monkeypatch.setenv("COMP_WORDS", "meshctl restart g")
     assert "gossipd" in meshctl().out
+
+
+def test_completion_knows_the_options_about_other_nodes(monkeypatch: pytest.MonkeyPatch, meshctl: Meshctl) -> None:
+    monkeypatch.setenv("_MESHCTL_COMPLETE", "bash_complete")
+    monkeypatch.setenv("COMP_CWORD", "2")
+    for verb in ("logs", "load", "unload", "drain"):
+        monkeypatch.setenv("COMP_WORDS", f"meshctl {verb} --no")
+        assert "--node" in meshctl().out
+    monkeypatch.setenv("COMP_WORDS", "meshctl up --")
+    assert {"--client", "--no-client"} <= {line.partition(",")[2] for line in meshctl().out.splitlines()}

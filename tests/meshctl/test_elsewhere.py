@@ -63,6 +63,14 @@ def test_peers_and_why_tell_of_the_link(mesh: list[Node]) -> None:
         assert "with grant member" in said
 
 
+def test_names_of_other_nodes_complete(mesh: list[Node]) -> None:
+    shell = Node(
+        mesh[0].home,
+        environment={"_MESHCTL_COMPLETE": "bash_complete", "COMP_WORDS": "meshctl drain --node n", "COMP_CWORD": "3"},
+    )
+    assert shell.meshctl().stdout.split() == ["plain,n1"], "not this node itself"
+
+
 def test_unload_and_load_on_another_node(mesh: list[Node]) -> None:
     here, there = mesh
     assert "n1: beta" in here.meshctl("unload", "beta", "--node", "n1").stdout
