@@ -189,8 +189,10 @@ def _tcp(path: Path, quic: Handshake | None, tls: Handshake | None, works: bool)
     bad: ProbeLevel = "warn" if works else "fail"
     if path.tcp == "ok":
         if tls is not None and tls.error and not tls.is_refusal:
-            return _check("tcp", bad, f"connects, but {tls.error}", f"restart the node at {path.place.host}: 'meshctl "
-                          "restart tunneld', and see 'meshctl logs tunneld' there")  # fmt: skip
+            return _check(
+                "tcp", bad, f"TCP port {port} connects, but then {tls.error}: its node hangs, or it is another program",
+                f"at {path.place.host}: meshctl restart tunneld; meshctl logs tunneld",
+            )  # fmt: skip
         return _check("tcp", "ok", f"TCP port {port} answers")
     if path.tcp == "refused":
         return _check("tcp", bad, f"TCP port {port} refuses: nothing listens there", _not_listening(path))
@@ -213,6 +215,12 @@ def _udp(path: Path, quic: Handshake, tls: Handshake | None, asked: Asked) -> Pr
         return _check("udp", bad, quic.error, 'set mesh.host = "::" on the dialling machine, or use an IPv4 address')
     if path.udp_refused:
         return _check("udp", bad, f"UDP port {port} refuses: nothing listens there", _not_listening(path))
+    if path.tcp == "ok" and tls is not None and tls.error and not tls.is_refusal:
+        # The system takes TCP connections for a node that hangs; so this says nothing about UDP.
+        return _check(
+            "udp", bad, f"UDP port {port}: {quic.error}, and no handshake over TCP either",
+            f"at {path.place.host}: meshctl restart tunneld; if that does not help: {_open(path, '/udp')}",
+        )  # fmt: skip
     if path.tcp == "ok":
         instead = "joining needs it" if asked.joining else 'or set mesh.transport = "tcp" on both nodes'
         return _check("udp", bad, f"UDP is blocked: {quic.error}, while TCP port {port} answers",
@@ -240,8 +248,8 @@ def _mtu(path: Path, quic: Handshake | None, tls: Handshake | None, works: bool)
     if path.mtu_bytes is not None and path.mtu_bytes < MIN_MTU_BYTES:
         yield _check("mtu", bad, f"only packets of {path.mtu_bytes} bytes fit, QUIC needs {MIN_MTU_BYTES}", fix)
     elif path.tcp == "ok" and tls is not None and tls.error.startswith("no answer over TCP"):
-        words = "TCP connects, then nothing comes: large packets are lost on the way (VPN, PPPoE), or the node hangs"
-        yield _check("mtu", bad, words, fix)
+        words = "TCP connects, then nothing comes: if the node there does not hang, large packets are lost (VPN, PPPoE)"
+        yield _check("mtu", "warn", words, fix)
     elif path.mtu_bytes is not None and quic is not None and (not quic.error or quic.is_refusal):
         yield _check("mtu", "ok", f"packets of {path.mtu_bytes} bytes leave here, QUIC's arrive")
 

@@ -17,7 +17,7 @@ from services.meshctl.mesh import read_token
 from services.meshctl.node import Node, run
 from services.meshctl.output import clean, print_json, progress
 from shared.config import MeshSection, advertised
-from shared.errors import ConfigError, InviteRefused, MeshError, RequestRefused
+from shared.errors import ConfigError, DaemonUnreachable, InviteRefused, MeshError, RequestRefused
 from shared.ids import PeerId
 from shared.invites import parse_token, signature_holds
 from shared.io.probe import read_path
@@ -84,16 +84,23 @@ def _probe(node: Node, target: Target) -> PeerProbed:
     if not target.addresses:
         return PeerProbed(checks=(), back=(_back("not probed: there is no address to try"),))
     if node.supervised is None:
-        checks = run(_look(target.addresses))
-        why = "this node is not running, so no handshake was tried either way; only name, route and TCP were"
-        return PeerProbed(checks=checks, back=(_back(why, "meshctl up, then the same command again"),))
+        return _without_tunneld(target, "this node is not running", "meshctl up")
     request = ProbePeer(
         addresses=target.addresses, root_fingerprint=target.root_fingerprint, peer_id=target.peer_id
     )
-    answer = node.ask("tunneld", request, deadline_seconds=PROBE_SECONDS)
+    try:
+        answer = node.ask("tunneld", request, deadline_seconds=PROBE_SECONDS)
+    except DaemonUnreachable as error:
+        return _without_tunneld(target, error.detail, "meshctl status")
     if not isinstance(answer, PeerProbed):
         raise MeshError("tunneld answered something else; see 'meshctl version'")
     return answer
+
+
+def _without_tunneld(target: Target, why: str, fix: str) -> PeerProbed:
+    """Name, route, TCP."""
+    detail = f"{why}; so no handshake was tried either way, only name, route and TCP"
+    return PeerProbed(checks=run(_look(target.addresses)), back=(_back(detail, f"{fix}, then this command again"),))
 
 
 def _back(detail: str, fix: str = "") -> ProbeCheck:
@@ -101,7 +108,6 @@ def _back(detail: str, fix: str = "") -> ProbeCheck:
 
 
 async def _look(addresses: tuple[str, ...]) -> tuple[ProbeCheck, ...]:
-    """Without a node: name, route, TCP."""
     paths = await asyncio.gather(*(read_path(place) for place in places_of(parse_addresses(addresses))))
     return settle(judge(path, None, None, Asked()) for path in paths)
 

@@ -14,7 +14,16 @@ from shared import codec
 from shared.certificates import fingerprint
 from shared.errors import InviteRefused
 from shared.ids import InviteId, MeshId
-from shared.invites import PREFIX, Invite, SignedInvite, check_invite, mint, parse_invite, parse_token
+from shared.invites import (
+    PREFIX,
+    Invite,
+    SignedInvite,
+    check_invite,
+    mint,
+    parse_invite,
+    parse_token,
+    signature_holds,
+)
 from tests.shared.test_certificates import MESH, MINE, authority, leaf
 
 EXPIRES = 2_000_000_000
@@ -49,6 +58,16 @@ def test_a_token_says_what_was_minted() -> None:
     assert parsed == SIGNED
     assert check(parsed) == ""
     assert len(SIGNED.token) < 1500
+
+
+def test_the_bearer_can_tell_that_it_was_changed_but_not_by_whom_it_was_made() -> None:
+    assert signature_holds(SIGNED)
+    assert not signature_holds(dataclasses.replace(SIGNED, body=SIGNED.body + b"\0"))
+    assert not signature_holds(dataclasses.replace(SIGNED, signature=b"nonsense"))
+    no_issuer = dataclasses.replace(INVITE, issuer_der=b"nonsense")
+    assert not signature_holds(mint(no_issuer, MINE.issuer_key))
+    other = authority().issuer.public_bytes(Encoding.DER)
+    assert not signature_holds(mint(dataclasses.replace(INVITE, issuer_der=other), MINE.issuer_key))
 
 
 def test_wrapped_in_a_mail() -> None:

@@ -53,8 +53,9 @@ def test_all_is_well() -> None:
         (replace(GOOD, tcp="refused", udp_refused=True), NO_UDP, NO_TLS, "udp", "nothing listens", "meshctl status"),
         (replace(GOOD, tcp="silent"), NO_UDP, NO_TLS, "tcp", "firewall", "TCP and UDP 9340 on the machine at 192.168"),
         (replace(GOOD, tcp="unreachable", tcp_detail="No route"), NO_UDP, NO_TLS, "tcp", "No route", "ping"),
-        (GOOD, NO_UDP, NO_TLS, "udp", "UDP is blocked", "sudo ufw allow 9340/udp"),
-        (GOOD, NO_UDP, NO_TLS, "mtu", "large packets are lost", "dev eth0 mtu 1280"),
+        (GOOD, NO_UDP, refusal("12x is banned"), "udp", "UDP is blocked", "sudo ufw allow 9340/udp"),
+        (GOOD, NO_UDP, NO_TLS, "tcp", "its node hangs", "meshctl restart tunneld"),
+        (GOOD, NO_UDP, NO_TLS, "udp", "no handshake over TCP either", "meshctl restart tunneld"),
         (replace(GOOD, mtu_bytes=1000), NO_UDP, NO_TLS, "mtu", "only packets of 1000 bytes", "mtu 1280"),
         (GOOD, refusal("the node certificate expired 3.0 days ago: …"), None, "clock", "3.0 days", "set-ntp true"),
         (GOOD, refusal("the node certificate is valid only in 2.0 hours: …"), None, "clock", "2.0 h", "set-ntp true"),
@@ -79,6 +80,12 @@ def test_udp_blocked_is_worth_a_look_where_tcp_carries_everything() -> None:
     assert levels(judge(GOOD, NO_UDP, OK, ASKED))["udp"] == "warn"
     joining = judge(GOOD, NO_UDP, None, replace(ASKED, joining=True))
     assert failed(joining)[0].fix.endswith("joining needs it")
+
+
+def test_tcp_that_connects_and_then_is_silent_may_be_the_mtu() -> None:
+    (mtu,) = [check for check in judge(GOOD, NO_UDP, NO_TLS, ASKED).checks if check.name == "mtu"]
+    assert (mtu.level, "large packets are lost" in mtu.detail) == ("warn", True)
+    assert mtu.fix.endswith("dev eth0 mtu 1280")
 
 
 def test_tcp_blocked_is_worth_a_look_where_quic_works() -> None:

@@ -22,6 +22,7 @@ from shared import codec
 from shared.certificates import fingerprint
 from shared.errors import RequestRefused
 from shared.messages.daemon import Done
+from shared.messages.trust import PeerAddresses, PeersWanted
 from shared.messages.tunnel import PeerProbed, ProbeCheck, ProbePeer
 from shared.multiaddrs import Address
 from tests.tunneld.bounded import bounded, until
@@ -123,15 +124,44 @@ async def test_a_port_that_nobody_has(tmp_path: Path) -> None:
 
 
 @bounded
-async def test_udp_that_is_silent_where_tcp_connects(tmp_path: Path) -> None:
+async def test_ports_that_are_silent_though_tcp_connects(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as udp:
         port = tcp.getsockname()[1]
         udp.bind(("127.0.0.1", port))
         async with probing(tmp_path, MESH) as (a,):
             found = failed((await a.probe(f"/ip4/127.0.0.1/tcp/{port}/tls")).checks)
-    assert "UDP is blocked" in found["udp"].detail
-    assert 'mesh.transport = "tcp"' in found["udp"].fix
-    assert "large packets" in found["mtu"].detail
+    assert "its node hangs" in found["tcp"].detail
+    assert "no handshake over TCP either" in found["udp"].detail
+    assert "restart tunneld" in found["udp"].fix
+
+
+@bounded
+async def test_udp_blocked_where_tcp_works(tmp_path: Path) -> None:
+    """The one failure that a node can work with: over TCP alone."""
+    async with probing(tmp_path, MESH, MESH) as (a, b):
+        b.links.quic.credentials = lambda: None
+        probed = await a.probe(b.address, peer_id=b.peer_id, back=False)
+        (udp,) = [check for check in probed.checks if check.name == "udp"]
+        assert udp.level == "warn"
+        assert "UDP is blocked" in udp.detail
+        assert 'mesh.transport = "tcp"' in udp.fix
+        assert "tcp" not in failed(probed.checks)
+
+
+@bounded
+async def test_there_works_and_back_fails(tmp_path: Path) -> None:
+    """The peer holds an address of this node at which nothing listens, and is connected because this node dialled."""
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    async with probing(tmp_path, MESH, MESH) as (a, b):
+        known = PeerAddresses(peer_id=a.peer_id, addresses=(f"/ip4/127.0.0.1/tcp/{port}/tls",))
+        b.links.want(PeersWanted(peers=(known,)))
+        await a.links.tls.dial(Address("ip4", "127.0.0.1", b.port.port, "tcp"), b.peer_id)
+        await until(lambda: b.said[a.peer_id].state == "connected")
+        probed = await a.probe(b.address, peer_id=b.peer_id)
+        assert not failed(probed.checks)
+        found = failed(probed.back)
+        assert f"127.0.0.1:{port}: TCP port {port} refuses" in found["tcp"].detail
 
 
 @bounded
