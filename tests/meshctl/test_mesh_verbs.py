@@ -94,3 +94,19 @@ def test_drain_and_leave(node: Node) -> None:
     who = json.loads(node.meshctl("whoami", "--json").stdout)
     assert (who["mesh_name"], who["grant"], who["root_fingerprint"]) == ("", None, "")
     assert "nobody to leave" in node.meshctl("leave").stdout
+
+
+def test_a_join_that_failed_stays_visible_in_the_status(node: Node) -> None:
+    with private_home() as home:
+        other = Node(home)
+        try:
+            token = other.meshctl("invite").stdout.strip()
+            other.down()
+            refused = node.meshctl("join", token, check=False)
+            assert (refused.returncode, "connect: failed" in refused.stderr) == (1, True), refused.stderr
+            shown = node.meshctl("status").stdout
+            assert "joining" in shown
+            assert [step["state"] for step in node.status()["join"]][-1] == "failed"
+            assert token[20:60] not in shown
+        finally:
+            other.down()

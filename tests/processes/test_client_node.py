@@ -70,3 +70,15 @@ def test_up_makes_a_client_and_takes_it_back(mesh: tuple[Node, Node]) -> None:
     host.meshctl("up", "--no-client")
     wait_for(lambda: status_of(host, "alpha") == "ready" and loaded(host) == ["alpha"], 30, "its model to come back")
     wait_for(lambda: role_of(host, "host") == "host", 10, "the node to say that it serves")
+
+
+def test_an_invite_for_a_client_makes_one_without_being_told(mesh: tuple[Node, Node]) -> None:
+    host, _ = mesh
+    token = host.meshctl("invite", "--grant", "client").stdout.strip()
+    with new_node("guest", ("beta",), seeds_of(MODELS), Script(tokens=3)) as guest:
+        guest.up()
+        wait_for(lambda: loaded(guest) == ["beta"], 30, "the node to serve its model by itself")
+        guest.meshctl("join", token)
+        assert "client = true" in (guest.home / "mesh.toml").read_text()
+        wait_for(lambda: loaded(guest) == [], 20, "its model to go")
+        wait_for(lambda: guest.chat("alpha", "hello", max_tokens=1).status == 200, 20, "the mesh to answer")
