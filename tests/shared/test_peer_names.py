@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from shared.errors import RequestRefused
-from shared.ids import PeerId
+from shared.ids import MeshId, PeerId
+from shared.messages.mesh import Announcement, MemberChanged, MemberState
 from shared.peer_ids import peer_id_of
-from shared.peer_names import find_peer, subjects_by_daemon
+from shared.peer_names import find_peer, member_names, subjects_by_daemon
 
 NAMES = {
     PeerId("12D3KooWaaaaXXXX"): "desk",
@@ -45,3 +46,26 @@ def test_what_means_a_node_is_asked_by_its_id_where_names_are_not_known() -> Non
     assert subjects_by_daemon("XXXX", NAMES) == {"tunneld": "12D3KooWaaaaXXXX", "gossipd": "12D3KooWaaaaXXXX"}
     assert subjects_by_daemon("server", NAMES) == {}, "two nodes have the name"
     assert subjects_by_daemon("qwen3-8b", NAMES) == {}
+
+
+def member(peer_id: str, name: str, state: MemberState) -> MemberChanged:
+    said = Announcement(
+        peer_id=PeerId(peer_id),
+        incarnation=1,
+        seq=1,
+        mesh_id=MeshId("mesh"),
+        version="0.1.0",
+        name=name,
+        role="host",
+        state="active",
+    )
+    return MemberChanged(announcement=said, state=state, reason="")
+
+
+def test_a_node_that_is_gone_leaves_its_name_to_one_that_is_there() -> None:
+    """A machine that was set up anew has its old name and another id."""
+    names = member_names(
+        [member("new", "desk", "suspect"), member("old", "desk", "left"), member("x", "attic", "dead")]
+    )
+    assert names == {"new": "desk", "old": "", "x": "attic"}
+    assert find_peer("desk", names) == "new"
