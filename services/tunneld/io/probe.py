@@ -8,14 +8,17 @@ Source: docs/spec/probe.md.
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from services.tunneld.io.admin import ask_peer
 from services.tunneld.io.connection import Connection, Greeted
+from services.tunneld.io.credentials import presented_chain
 from services.tunneld.io.quic import QuicEndpoint
 from services.tunneld.io.stream import TunnelStream
-from services.tunneld.io.tls import TlsEndpoint
+from services.tunneld.io.tls import CLOCK_WORDS, TlsEndpoint
 from shared.certificates import fingerprint
 from shared.errors import CertificateRefused, MeshError, PeerUnreachable, RequestRefused
 from shared.ids import PeerId
@@ -104,7 +107,31 @@ class Prober:
             self._try(lambda: quic.probe(over_udp, expected)),
             self._try(lambda: tls.probe(over_tcp, expected)),
         )
+        if CLOCK_WORDS in over_tls.error and not over_quic.is_refusal:
+            over_tls = replace(over_tls, error=await self._in_numbers(over_tcp) or over_tls.error)
         return judge(path, over_quic, over_tls, asked), over_quic.peer_id or over_tls.peer_id
+
+    async def _in_numbers(self, address: Address) -> str:
+        """OpenSSL says only that a certificate is expired or not valid yet; by how much, the certificate says."""
+        credentials = self._links.quic.credentials()
+        if credentials is None:
+            return ""
+        anybody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        anybody.check_hostname = False
+        anybody.verify_mode = ssl.CERT_NONE
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                _, writer = await asyncio.open_connection(address.host, address.port, ssl=anybody)
+            credentials.judge(presented_chain(writer.get_extra_info("ssl_object")))
+        except CertificateRefused as error:
+            return error.detail
+        except (OSError, TimeoutError, ValueError):
+            return ""
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+        return ""
 
     async def _try(self, handshake: Callable[[], Awaitable[Greeted | None]]) -> Handshake:
         try:

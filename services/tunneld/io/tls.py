@@ -34,6 +34,7 @@ GREETING_SECONDS = 3.0
 HANDSHAKES_AT_ONCE = 64
 GREETING_VERSION = 1
 X509_NOT_YET_VALID, X509_EXPIRED = 9, 10
+CLOCK_WORDS = "the certificate does not fit the clock here"
 
 OnConnection = Callable[[Connection], None]
 OnStream = Callable[[Connection, TunnelStream], None]
@@ -148,7 +149,7 @@ class TlsEndpoint:
             raise PeerUnreachable(f"no answer over TCP within {HANDSHAKE_SECONDS:g} s") from None
         except ssl.SSLCertVerificationError as error:
             clock = error.verify_code in (X509_NOT_YET_VALID, X509_EXPIRED)
-            what = "the certificate does not fit the clock here" if clock else "what answers there is of another mesh"
+            what = CLOCK_WORDS if clock else "what answers there is of another mesh"
             raise CertificateRefused(f"{what}: {error.verify_message}") from None
         except ssl.SSLError as error:
             raise CertificateRefused(f"the TLS handshake failed: {error.reason or error}") from None
