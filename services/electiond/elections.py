@@ -23,6 +23,8 @@ SlotChanged unloaded   assigned for a request that is gone         withdrawn
 SlotChanged failed     the mesh had placed it                      withdrawn and declined; the rule runs again
 PlaceModel             ``election.place`` chose this node          assigned with origin ``request``
 PlaceModel             it chose another one                        none; the lease taken there loads the model
+MemberChanged          this node entered another mesh, which       what the mesh of one had placed gives way, once
+                       serves its model and lacks another
 =====================  ==========================================  =============================================
 """
 
@@ -43,6 +45,7 @@ from services.electiond.catalog import (
 from services.electiond.election import place
 from services.electiond.identity import with_mesh_names
 from services.electiond.near import NearSets
+from services.electiond.newcomer import Newcomer
 from services.electiond.pace import Pace
 from services.electiond.placements import Placement, plan_placements
 from services.electiond.promises import Promises
@@ -101,6 +104,9 @@ class Elections:
         self._near = NearSets()
         self._pace = Pace()
         self._promises = Promises()
+        self._newcomer = Newcomer()
+        self._moved: set[ModelName] = set()
+        """Gave way to another model when this node entered a mesh; their engines may still run."""
         self._peers_expected = False
         self._nodes: list[Node] = []
         """As of the last derivation, by the mesh's names."""
@@ -135,7 +141,7 @@ class Elections:
                     self._take_slot(slot)
             case MembersReplaced(members=members):
                 if any(member.is_self for member in members):
-                    self._replace_members(members)
+                    self._replace_members(members, now)
             case InventoryChanged():
                 self._take_inventory(stimulus)
             case DeviceChanged():
@@ -143,7 +149,7 @@ class Elections:
             case SlotChanged():
                 self._take_slot(stimulus)
             case MemberChanged():
-                if not self._take_member(stimulus) and self.settled:
+                if not self._take_member(stimulus, now) and self.settled:
                     self._stale_at = self._stale_at if self._stale_at is not None else now + STALE_SECONDS
                     return []
             case PeersWanted(peers=peers):
@@ -165,20 +171,22 @@ class Elections:
             effects += [*self._derive(now), *replies]
         return effects
 
-    def _replace_members(self, members: tuple[MemberChanged, ...]) -> None:
+    def _replace_members(self, members: tuple[MemberChanged, ...], now: float) -> None:
         gone = self._view.members.keys() - {member.announcement.peer_id for member in members}
         for peer_id in gone:
             del self._view.members[peer_id]
             self._near.forget(peer_id)
         for member in sorted(members, key=lambda member: not member.is_self):
-            self._take_member(member)
+            self._take_member(member, now)
 
-    def _take_member(self, member: MemberChanged) -> bool:
+    def _take_member(self, member: MemberChanged, now: float) -> bool:
         """Whether more changed than what moves all the time: load and round trips."""
         peer_id = member.announcement.peer_id
         own = self._view.own
         self._near.observe(member, own.announcement.peer_id if own else PeerId(""))
         known = self._view.members.get(peer_id)
+        if known is not None and member.is_self and known.announcement.mesh_id != member.announcement.mesh_id:
+            self._newcomer.entered(now=now)
         if member.state in ("dead", "left") and not member.is_self:
             self._view.members.pop(peer_id, None)
             return known is not None
@@ -244,10 +252,14 @@ class Elections:
         if slot.state == "unloaded":
             self._view.slots.pop(slot.slot_id, None)
             others = [other for other in self._view.slots.values() if other.model == slot.model]
+            if not others:
+                self._moved.discard(slot.model)
             if not others and slot.model in self._assignments:
                 self._withdraw(slot)
             return
         self._view.slots[slot.slot_id] = slot
+        if slot.model in self._moved:
+            return
         if slot.state == "failed":
             placed = self._assignments.get(slot.model)
             if placed is not None and placed.origin == "allocation":
@@ -282,6 +294,7 @@ class Elections:
 
     def _assign(self, assignment: Assignment) -> None:
         self._declined.pop(assignment.model, None)
+        self._moved.discard(assignment.model)
         if assignment.origin in ("request", "flag"):
             self._held_by_owner = False
         self._assignments[assignment.model] = assignment
@@ -321,6 +334,7 @@ class Elections:
         for name, item in wanted.items():
             if name not in self._assignments:
                 self._assign(item)
+        self._reconsider(own, nodes, now)
         if self._assignments or self._config.named or self._held_by_owner:
             return "" if self._assignments else self._unassigned_words(own)
         coming = [slot.model for slot in self._view.slots.values() if slot.state in WAITING_STATES]
@@ -332,6 +346,31 @@ class Elections:
             return found
         self._assign(replace(found.assignment(), model=own.local_name(found.model)))
         return ""
+
+    def _reconsider(self, own: Node, nodes: list[Node], now: float) -> None:
+        """Once, after this node entered a mesh: make room for a model that the mesh lacks."""
+        if len(self._assignments) != 1:
+            return
+        (current,) = self._assignments.values()
+        others = [node for node in nodes if not node.is_self]
+        at = self._newcomer.moves_at(
+            own, others, own.mesh_name(current.model), settled_at=self._pace.ready_at(), now=now
+        )
+        if current.origin != "allocation" or at is None:
+            return
+        if now < at:
+            self._due = at
+            return
+        self._newcomer.ended()
+        refused = {(own.mesh_name(name), own.peer_id) for name in self._declined}
+        mine = replace(own, hosted=(), serving=(), requested=())
+        found = plan_placements([mine, *others], near=self._near, refused=refused).get(own.peer_id)
+        if found is None or found.rule != 2:
+            return
+        self._drop([current.model])
+        self._assign(replace(found.assignment(), model=own.local_name(found.model)))
+        self._moved.add(current.model)
+        self.story_of[current.model] = f"gave way to {found.model} when this node entered the mesh, others serve it"
 
     def _placement(self, own: Node, nodes: list[Node], avoided: Collection[ModelName], now: float) -> Placement | str:
         """What the mesh places on this free node now, or in words why nothing."""

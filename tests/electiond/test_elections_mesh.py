@@ -318,3 +318,53 @@ def test_a_model_too_large_for_every_node_says_what_the_near_ones_offer() -> Non
     )
     machine.tell(member("c", huge, is_self=False, vram_bytes=8 * GB))
     assert "but one model runs on one node in this version" in placed(machine, "huge").detail  # type: ignore[union-attr]
+
+
+# -- entering a mesh ------------------------------------------------------------------------------------------------
+
+
+def entering(*members: MemberChanged, **sizes: int) -> Machine:
+    """Alone, serving its largest model, then in another mesh with ``members``."""
+    machine = settled(**sizes)
+    (model_,) = machine.assigned
+    machine.tell(slot(model_, "ready"))
+    me = member()
+    machine.tell(replace(me, announcement=replace(me.announcement, mesh_id=MeshId("other"))))
+    machine.tell(SOME_PEERS)
+    for item in members:
+        machine.tell(item)
+    return machine
+
+
+def test_a_newcomer_makes_room_for_a_model_that_the_mesh_lacks() -> None:
+    """``meshctl join`` starts a node before it is in the mesh."""
+    machine = entering(other("b", "a", hosts=("a",)), a=2 * GB, c=GB)
+    assert machine.assigned == {"a": "allocation"}
+    for _ in range(3):
+        wait(machine, 3)
+    assert machine.assigned == {"c": "allocation"}
+    machine.tell(slot("a", "ready", in_use=1))
+    assert machine.assigned == {"c": "allocation"}, "its engine still runs, and is not wanted back for that"
+    assert "gave way to c" in machine.elections.explain("a")[-1]
+    machine.tell(slot("a", "unloaded", ended_by="eviction"))
+    assert machine.assigned == {"c": "allocation"}
+    assert placed(machine, "a").peer_id == "b"  # type: ignore[union-attr]
+
+
+def test_a_newcomer_that_has_nothing_the_mesh_lacks_stays() -> None:
+    machine = entering(other("b", "a", hosts=("a",)), a=2 * GB)
+    for _ in range(5):
+        wait(machine, 5)
+    assert machine.assigned == {"a": "allocation"}
+    lonely = entering(other("b", "z", hosts=("z",)), a=2 * GB, c=GB)
+    for _ in range(5):
+        wait(lonely, 5)
+    assert lonely.assigned == {"a": "allocation"}, "nobody else serves it"
+
+
+def test_who_is_in_a_mesh_is_not_moved_by_who_enters() -> None:
+    machine = settled(slot("a", "ready"), a=2 * GB, c=GB)
+    machine.tell(other("b", "a", hosts=("a",)))
+    for _ in range(5):
+        wait(machine, 5)
+    assert machine.assigned == {"a": "allocation"}
