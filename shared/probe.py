@@ -210,7 +210,7 @@ def _udp(path: Path, quic: Handshake, tls: Handshake | None, asked: Asked) -> Pr
     if not quic.error or quic.is_refusal:
         return _check("udp", "ok", f"QUIC over UDP port {port} answers")
     tcp_works = tls is not None and not tls.error
-    bad: ProbeLevel = "warn" if tcp_works and not asked.joining else "fail"
+    bad: ProbeLevel = "warn" if tcp_works else "fail"
     if "mesh port" in quic.error:
         return _check("udp", bad, quic.error, 'set mesh.host = "::" on the dialling machine, or use an IPv4 address')
     if path.udp_refused:
