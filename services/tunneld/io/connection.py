@@ -16,6 +16,9 @@ PING_SECONDS = 1.0
 SILENT_SECONDS = 5.0
 """A connection without a sign of life for so long is lost. Longer than any pause of a busy small machine."""
 SUSPICION_SECONDS = 0.7
+LATE_SECONDS = 0.3
+"""When this very process was held up for so long, what the peer said may still wait to be read: once more."""
+SUSPICION_ROUNDS = 4
 STREAM_LIMIT = 512
 """Streams that a peer may have open here at once, over TCP; QUIC allows 128."""
 

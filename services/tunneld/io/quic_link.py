@@ -165,6 +165,7 @@ class QuicLink:
         self._send = send
         self._loop = asyncio.get_running_loop()
         self.heard_at = self._loop.time()
+        self.heard_count = 0
         self._streams: dict[int, QuicStream] = {}
         self._done: set[int] = set()
         """Streams that are over here but may not be for the core: late bytes of theirs begin no new one."""
@@ -252,6 +253,7 @@ class QuicLink:
 
     def datagram_received(self, data: bytes, address: Address) -> None:
         self.heard_at = self._loop.time()
+        self.heard_count += 1
         self.quic.receive_datagram(data, address, now=self._loop.time())
         self._take_events()
         self.transmit()

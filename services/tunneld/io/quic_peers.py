@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Any
 from cryptography import x509
 
 from services.tunneld.framing import FrameReader, encode_frame
-from services.tunneld.io.connection import PING_SECONDS, SILENT_SECONDS, STREAM_LIMIT, Connection, Greeted
+from services.tunneld.io.connection import (
+    LATE_SECONDS,
+    PING_SECONDS,
+    SILENT_SECONDS,
+    STREAM_LIMIT,
+    SUSPICION_ROUNDS,
+    Connection,
+    Greeted,
+)
 from services.tunneld.io.credentials import Credentials
 from services.tunneld.io.quic_link import QuicLink, QuicStream
 from services.tunneld.io.stream import TunnelStream
@@ -69,12 +77,25 @@ class QuicMeshConnection(Connection):
     def suspect(self) -> None:
         if not self.closed.done():
             self._link.ping()
-            began = asyncio.get_running_loop().time()
-            asyncio.get_running_loop().call_later(self.suspicion_seconds(), self._judge_silence, began)
+            self._judge_later(self._link.heard_count, SUSPICION_ROUNDS)
 
-    def _judge_silence(self, began: float) -> None:
-        if self._link.heard_at <= began:
-            self.close(f"no sign of life for {self.silent_seconds():.1f} s after another connection ended")
+    def _judge_later(self, heard: int, rounds: int) -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_at(
+            loop.time() + self.suspicion_seconds(),
+            self._judge_silence,
+            heard,
+            rounds,
+            loop.time() + self.suspicion_seconds() + LATE_SECONDS,
+        )
+
+    def _judge_silence(self, heard: int, rounds: int, late_at: float) -> None:
+        if self.closed.done() or self._link.heard_count != heard:
+            return
+        if asyncio.get_running_loop().time() > late_at and rounds > 1:
+            self._judge_later(heard, rounds - 1)
+            return
+        self.close(f"no sign of life for {self.silent_seconds():.1f} s after another connection ended")
 
     def ended(self, reason: str) -> None:
         self._keeper.cancel()

@@ -9,7 +9,14 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-from services.tunneld.io.connection import PING_SECONDS, SILENT_SECONDS, STREAM_LIMIT, Connection
+from services.tunneld.io.connection import (
+    LATE_SECONDS,
+    PING_SECONDS,
+    SILENT_SECONDS,
+    STREAM_LIMIT,
+    SUSPICION_ROUNDS,
+    Connection,
+)
 from services.tunneld.io.stream import TunnelStream, bounded_reason
 from services.tunneld.io.tls_socket import Message, TlsSocket, TlsStream
 from shared.certificates import VerifiedPeer
@@ -84,11 +91,17 @@ class TlsConnection(Connection):
             self._endpoint.start(self._prove_alive())
 
     async def _prove_alive(self) -> None:
-        began = asyncio.get_running_loop().time()
+        loop = asyncio.get_running_loop()
+        heard = self._control.heard_count
         self._ping_count += 1
         self._control.send_message({"ping": self._ping_count})
-        await asyncio.sleep(self.suspicion_seconds())
-        if self._control.heard_at <= began:
+        for _ in range(SUSPICION_ROUNDS):
+            seconds = self.suspicion_seconds()
+            began = loop.time()
+            await asyncio.sleep(seconds)
+            if loop.time() - began < seconds + LATE_SECONDS:
+                break
+        if self._control.heard_count == heard:
             self._over(f"no sign of life for {self.silent_seconds():.1f} s after another connection ended")
 
     # -- sockets ------------------------------------------------------------------------------------------------------

@@ -147,6 +147,7 @@ class TlsSocket(asyncio.Protocol):
         self.on_lost: Callable[[TlsSocket, str], None] | None = None
         self.lost: str | None = None
         self.heard_at = 0.0
+        self.heard_count = 0
         self._loop = asyncio.get_running_loop()
         self._greeting: asyncio.Future[Message] = self._loop.create_future()
         self._buffer = bytearray()
@@ -230,6 +231,7 @@ class TlsSocket(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard_at = self._loop.time()
+        self.heard_count += 1
         if self._chunks is not None:
             self._take_chunks(data)
             return

@@ -16,10 +16,8 @@ async def test_a_suspected_peer_that_answers_stays() -> None:
     async with end_nodes("tcp", MESH.credentials(), MESH.credentials()) as (a, b):
         there = await a.dial(b)
         there.suspect()
-        before = there.silent_seconds()
         await asyncio.wait([there.closed], timeout=there.suspicion_seconds() + 0.05)
         assert not there.closed.done()
-        assert there.silent_seconds() < before + there.suspicion_seconds() + 0.5
 
 
 @bounded
