@@ -177,6 +177,8 @@ class Gossipd:
     def snapshot(self) -> Iterable[codec.Message]:
         if not self.membership.settled:
             raise StillStarting("gossipd has just started and waits for tunneld and launcherd; ask again in a moment")
+        if not self.gossip.caught_up(now=asyncio.get_running_loop().time()):
+            raise StillStarting("gossipd has just started and hears from its peers; ask again in a moment")
         return [*self.gossip.snapshot(now=asyncio.get_running_loop().time()), *self.desk.snapshot()]
 
     def story(self, limit: int) -> tuple[StoryEntry, ...]:

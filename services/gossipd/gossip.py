@@ -79,6 +79,9 @@ REFUTE_SECONDS = 0.5
 STAY_SECONDS = 15.0
 """A node that said goodbye and is still there then takes part again."""
 REMINDER_SECONDS = 2.0
+CATCH_UP_SECONDS = 3.0
+"""After a restart nothing is told until the connected peers have told what they know, or for so long: what an earlier
+life said stands meanwhile, so that a restart of gossipd alone never makes others look gone."""
 
 
 class Gossip:
@@ -98,6 +101,8 @@ class Gossip:
         self._known = dict(known or {})
         self._grant: Grant | None = None
         self._trust = TrustKnown()
+        self._catch_up_until: float | None = None
+        self._links_heard = False
         self._begin(self._known)
 
     def _begin(self, known: Mapping[PeerId, tuple[str, ...]]) -> None:
@@ -134,6 +139,8 @@ class Gossip:
     def handle(self, stimulus: Stimulus | Tick, *, now: float) -> list[Effect]:
         if self._promised is not None and now - self._promised > LATE_SECONDS:
             self.roster.swim.shift(now - self._promised, now)
+        if self._catch_up_until is None:
+            self._catch_up_until = now + CATCH_UP_SECONDS
         effects = self._handle(stimulus, now)
         effects += self.roster.news(now)
         if self._load_at is None and self.roster.others():
@@ -154,6 +161,7 @@ class Gossip:
             case LinkChanged():
                 return self._link(stimulus, now)
             case LinksReplaced(links=links):
+                self._links_heard = True
                 gone = self.roster.links.keys() - {link.peer_id for link in links}
                 closed = [LinkChanged(peer_id=peer, state="closed", reason="it is gone") for peer in sorted(gone)]
                 return [effect for link in (*closed, *links) for effect in self._link(link, now)]
@@ -177,6 +185,13 @@ class Gossip:
         if (before.peer_id, before.mesh_id) != (after.peer_id, after.mesh_id):
             self._begin(self._known)
         return effects
+
+    def caught_up(self, *, now: float) -> bool:
+        """Whether enough is known of the others, since the start, to tell it: see ``CATCH_UP_SECONDS``."""
+        if not self._known or (self._catch_up_until is not None and now >= self._catch_up_until):
+            return True
+        linked = self.roster.swim_links()
+        return self._links_heard and bool(linked) and all(peer in self.roster.store.held for peer in linked)
 
     def snapshot(self, *, now: float) -> list[MeshIdentityChanged | MemberChanged | DemandChanged | codec.Message]:
         """Everything published, as one consistent copy."""

@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.gossipd.gossip import CATCH_UP_SECONDS, Gossip
 from services.gossipd.membership import MeshAdopted, PersistIdentity, PublishDemand, PublishMember, SignAnnouncement
 from services.gossipd.roster import PublishWanted, TrustKnown
 from services.gossipd.stimuli import GoodbyeSaid, LinksReplaced, Refuse, SayGoodbye, Send, SignLoad
@@ -25,7 +26,7 @@ from shared.messages.gossip import (
 )
 from shared.messages.mesh import CountUnserved, ModelCount
 from shared.messages.trust import WhoAmI
-from shared.messages.tunnel import FromPeer
+from shared.messages.tunnel import FromPeer, LinkChanged
 from tests.gossipd.gossip_net import MESH, Here, Other, sent, shown
 
 A, B, C = Other("a"), Other("b"), Other("c")
@@ -258,3 +259,35 @@ def test_any_bytes_of_a_peer_are_a_clean_refusal(payload: bytes, channel: str) -
     effects = here.tell(FromPeer(peer_id=A.peer_id, payload=payload, channel=channel))  # type: ignore[arg-type]
     assert set(refusals(effects)) <= {"malformed", "not_for_gossip"}
     assert here.state(A) == "alive"
+
+
+def restarted(*known: Other) -> Here:
+    """A machine that knows peers from an earlier life."""
+    here = Here()
+    here.core = Gossip(here.core.membership, seed=8, known={other.peer_id: ("/there",) for other in known})
+    here.tell(TrustKnown(grant="member"))
+    return here
+
+
+def test_after_a_restart_nothing_is_told_before_the_connected_peers_have_spoken() -> None:
+    """Else every other node would look gone for a moment, and requests for its models would fail."""
+    here = restarted(A, B)
+    assert not here.core.caught_up(now=here.now)
+    links = [LinkChanged(peer_id=other.peer_id, state="connected", reason="", grant="member") for other in (A, B)]
+    here.tell(LinksReplaced(tuple(links)))
+    assert not here.core.caught_up(now=here.now)
+    here.hear(A, Records(records=(A.signed(),)))
+    assert not here.core.caught_up(now=here.now)
+    here.hear(A, Records(records=(B.signed(),)))
+    assert here.core.caught_up(now=here.now)
+
+
+def test_a_restart_without_an_answer_ends_all_the_same() -> None:
+    here = restarted(A)
+    here.tell(LinksReplaced(()))
+    assert not here.core.caught_up(now=here.now)
+    assert here.core.caught_up(now=here.now + CATCH_UP_SECONDS)
+
+
+def test_a_node_that_knows_nobody_waits_for_nobody() -> None:
+    assert Here().core.caught_up(now=0.0)

@@ -9,7 +9,7 @@ from tests.engines.scripted_engine import Script
 from tests.processes.mesh import alive, new_node, seeds_of, status_of
 from tests.processes.node import Answer, Node, wait_for
 
-LOAD_SECONDS = 20.0
+LOAD_SECONDS = 10.0
 
 
 def test_while_a_node_joins_and_loads_its_port_answers_through_the_mesh() -> None:

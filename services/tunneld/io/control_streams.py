@@ -116,6 +116,8 @@ class ControlStreams:
                     async with asyncio.timeout_at(until):
                         await queue.changed.wait()
                 except TimeoutError:
+                    if queue.payloads:
+                        continue
                     # From here on messages go to a new stream; this one is ended, not cut: its last ones may be unread.
                     del self._queues[key]
                     await _end(stream)

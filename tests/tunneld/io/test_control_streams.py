@@ -7,8 +7,9 @@ from collections import Counter
 
 import pytest
 
-from services.tunneld.framing import OpeningReader, StreamType, encode_frame, encode_opening
+from services.tunneld.framing import OpeningReader, StreamOpening, StreamType, encode_frame, encode_opening
 from services.tunneld.io import control_streams
+from services.tunneld.io.connection import Connection
 from services.tunneld.io.control_streams import (
     BURST_FRAMES,
     FRAME_LIMIT_BYTES,
@@ -55,8 +56,11 @@ class Desk:
             opening = OpeningReader()
             while (head := opening.feed(await stream.read())) is None:
                 pass
-            serving = self.control.serve(stream, opening.rest, connection.peer, channel_of(head.type))
-            self.tasks.start(serving, "serve")
+            self.tasks.start(self.serve(connection, stream, head, opening.rest), "serve")
+
+    async def serve(self, connection: Connection, stream: TunnelStream, head: StreamOpening, rest: bytes) -> None:
+        await self.control.serve(stream, rest, connection.peer, channel_of(head.type))
+        await stream.finish()
 
 
 async def pair(nodes: list[EndNode]) -> tuple[Desk, Desk]:

@@ -12,6 +12,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import Encoding
 
 from services.tunneld.framing import StreamType, encode_frame, encode_opening
+from services.tunneld.io import quic
 from services.tunneld.io.enrolment import EnrolmentDesk, check_enrolled, enroll
 from services.tunneld.io.quic import QuicEndpoint
 from shared import codec
@@ -87,7 +88,8 @@ async def test_the_issuers_refusal_arrives_as_it_was_said() -> None:
 
 
 @bounded
-async def test_dead_and_foreign_addresses_are_passed_over() -> None:
+async def test_dead_and_foreign_addresses_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quic, "DIAL_SECONDS", 1.5)
     foreign = TestMesh("other").credentials()
     async with end_nodes("quic", None, foreign, MESH.credentials()) as (joiner, stranger, issuer):
         desk(issuer, admit, Counter())
