@@ -289,7 +289,7 @@ class Net:
             )
             client = BusClient("gossipd", node.paths)
             try:
-                return await client.request(asked, deadline_seconds=1.0)
+                return await client.request(asked, deadline_seconds=5.0)
             except DaemonUnreachable:
                 continue
             finally:

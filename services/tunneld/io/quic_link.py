@@ -204,6 +204,8 @@ class QuicLink:
         # An id is taken only by a first write, be it an empty one.
         self.quic.send_stream_data(stream_id, b"")
         stream = self._streams[stream_id] = QuicStream(self, stream_id)
+        if self._ended:
+            stream.lose("the connection has ended")
         return stream
 
     def ping(self) -> None:

@@ -74,9 +74,8 @@ class TlsConnection(Connection):
 
     async def open_stream(self) -> TunnelStream:
         carrier = await self._free_socket()
-        stream = carrier.begin()
         self.stream_began(opened_here=True)
-        return stream
+        return carrier.begin()
 
     def close(self, reason: str) -> None:
         if not self._ended:

@@ -180,11 +180,13 @@ class TlsSocket(asyncio.Protocol):
     # -- streams ------------------------------------------------------------------------------------------------------
 
     def begin(self) -> TlsStream:
-        """A new stream from this end."""
+        """A new stream from this end; on a connection that has just been lost it is lost from its beginning."""
         assert self.is_opener
         assert self.stream is None
-        self.stream = TlsStream(self)
-        return self.stream
+        stream = self.stream = TlsStream(self)
+        if self.lost is not None:
+            stream.lose(self.lost)
+        return stream
 
     def send(self, data: bytes) -> None:
         if self.transport is not None and self.lost is None:
