@@ -1,7 +1,7 @@
-"""The real electiond machines on the world's nodes, with an engine that loads in a second.
+"""The real electiond machines and slot tables on the world's nodes, with an engine that loads in a second.
 
-gossipd's publications reach each node's elections as they would over the bus; what electiond assigns is told to gossipd
-and becomes ready after a while, and so the other nodes hear of it.
+gossipd's publications reach each node's elections as they would over the bus; what electiond assigns goes to the node's
+slot table, whose engine becomes ready after a while, and so gossipd and the other nodes hear of it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,27 @@ from services.electiond.placements import is_free, serving_names
 from services.electiond.stimuli import ConfigApplied, Effect, LauncherReplaced, MembersReplaced, Publish, Stimulus
 from services.electiond.view import Node as SeenNode
 from services.electiond.view import node_of
+from services.launcherd.model_info import ModelFile
+from services.launcherd.slot_events import (
+    AssignmentsGiven,
+    DeviceMeasured,
+    EngineEndpoint,
+    EngineHealthy,
+    EngineReady,
+    EngineStopped,
+    InventoryScanned,
+    KnownModel,
+    ProbeEngine,
+    StartEngine,
+    StopEngine,
+)
+from services.launcherd.slot_events import Effect as SlotEffect
+from services.launcherd.slot_events import Publish as SlotPublish
+from services.launcherd.slot_events import Stimulus as SlotStimulus
+from services.launcherd.slots import SlotTable
 from shared import codec
-from shared.ids import ModelName, PeerId, SlotId
+from shared.config import ModelsSection, NodeConfig
+from shared.ids import PeerId, SlotId
 from shared.io.drive import Tick
 from shared.messages.mesh import MemberChanged
 from shared.messages.models import (
@@ -23,7 +42,6 @@ from shared.messages.models import (
     AssignmentsChanged,
     DeviceChanged,
     InventoryChanged,
-    LocalModel,
     SlotChanged,
 )
 from shared.messages.trust import PeersWanted
@@ -45,6 +63,9 @@ class ElectionsWorld:
         self.disks = disks
         self.vram_gb = vram_gb
         self.elections: dict[int, Elections] = {}
+        self.slots: dict[int, SlotTable] = {}
+        self.reported: dict[int, list[InventoryChanged | DeviceChanged | SlotChanged]] = {}
+        """What each node's slot table said, newest first."""
         self.assigned: dict[int, AssignmentsChanged] = {}
         self.changes: list[tuple[float, int, tuple[str, ...]]] = []
         """Every change of assignments: when, on which node, which models."""
@@ -58,27 +79,32 @@ class ElectionsWorld:
     def start(self, *indexes: int) -> None:
         for index in indexes:
             node = self.world.nodes[index]
-            self.elections[index] = Elections()
             self.assigned[index] = AssignmentsChanged(assignments=())
             self.world.start(index)
-            inventory = InventoryChanged(models=tuple(_model(name, size) for name, size in self.disks[index].items()))
-            vram = self.vram_gb[index] * GB
-            device = DeviceChanged(device="cpu", vram_bytes=vram, total_bytes=vram, reserve_bytes=0, engine="e")
-            self.world.tell(node, inventory)
-            self.world.tell(node, device)
-            config = ConfigApplied(configured=True, named=(), slot_limits=dict.fromkeys(MODEL_TYPES, 1))
-            self.tell(node, config)
+            self.reported[index] = []
+            config = NodeConfig(models=ModelsSection(max_loaded_models=(1,)), configured=True)
+            self.slots[index] = SlotTable(config, cores=4, prefix=f"{node.name}.{node.life}.")
+            total = self.vram_gb[index] * GB
+            self._slot(node, DeviceMeasured(device="cpu", total_bytes=total, reserve_bytes=0, engine="e"))
+            known = tuple(_model(name, size) for name, size in self.disks[index].items())
+            self._slot(node, InventoryScanned(models=known))
+            # electiond hears of both daemons by snapshots, gossipd's with the peers it keeps in touch with.
+            self.elections[index] = Elections()
+            self.tell(node, ConfigApplied(configured=True, named=(), slot_limits=dict.fromkeys(MODEL_TYPES, 1)))
             assert node.gossip is not None
             said = node.gossip.snapshot(now=self.world.local(node))
             for message in said:
                 if isinstance(message, PeersWanted):
                     self.tell(node, message)
+            inventory = next((item for item in self.reported[index] if isinstance(item, InventoryChanged)), None)
+            device = next((item for item in self.reported[index] if isinstance(item, DeviceChanged)), None)
             self.tell(node, LauncherReplaced(inventory=inventory, device=device, slots=()))
             self.tell(node, MembersReplaced(tuple(item for item in said if isinstance(item, MemberChanged))))
 
     def kill(self, index: int) -> None:
         self.world.kill(index)
         del self.elections[index]
+        del self.slots[index]
         self.assigned.pop(index)
 
     # -- the machines ---------------------------------------------------------------------------------------------
@@ -102,6 +128,9 @@ class ElectionsWorld:
             deadline = machine.next_deadline()
             if deadline is not None and deadline <= self.world.local(node):
                 self.tell(node, Tick())
+            due = self.slots[index].next_deadline()
+            if due is not None and due <= self.world.local(node):
+                self._slot(node, Tick())
         self.world.at(STEP_SECONDS, self._step)
 
     def _perform(self, node: Node, effect: Effect) -> None:
@@ -113,25 +142,37 @@ class ElectionsWorld:
         if before != set(now):
             self.changes.append((self.world.now, node.index, now))
         self.world.tell(node, effect.message)
-        life = node.life
-        for item in effect.message.assignments:
-            if item.model not in before and node.index not in self.broken:
-                self.world.at(LOAD_SECONDS, lambda item=item: self._ready(node, life, item.model))  # type: ignore[misc]
+        self._slot(node, AssignmentsGiven(assignments=effect.message.assignments))
 
-    def _ready(self, node: Node, life: int, model: ModelName) -> None:
-        if not node.alive or node.life != life:
+    # -- the slot tables ------------------------------------------------------------------------------------------
+
+    def _slot(self, node: Node, stimulus: SlotStimulus | Tick) -> None:
+        table = self.slots.get(node.index)
+        if table is None:
             return
-        slot = SlotChanged(
-            slot_id=SlotId(f"{node.name}-{model}"),
-            model=model,
-            type="llm",
-            state="ready",
-            reason="loaded",
-            origin="allocation",
-            parallel=1,
-        )
-        self.world.tell(node, slot)
-        self.tell(node, slot)
+        effects = table.handle(stimulus, now=self.world.local(node))
+        table.check_invariants()
+        for effect in effects:
+            self._do(node, effect)
+
+    def _do(self, node: Node, effect: SlotEffect) -> None:
+        life = node.life
+        match effect:
+            case SlotPublish(message=InventoryChanged() | DeviceChanged() | SlotChanged() as message):
+                self.reported[node.index].insert(0, message)
+                del self.reported[node.index][20:]
+                self.world.tell(node, message)
+                self.tell(node, message)
+            case StartEngine(slot_id=slot_id) if node.index not in self.broken:
+                self.world.at(LOAD_SECONDS, lambda: self._later(node, life, _ready(slot_id)))
+            case StopEngine(slot_id=slot_id):
+                self.world.at(0.0, lambda: self._later(node, life, EngineStopped(slot_id=slot_id)))
+            case ProbeEngine(slot_id=slot_id):
+                self.world.at(0.0, lambda: self._later(node, life, EngineHealthy(slot_id=slot_id)))
+
+    def _later(self, node: Node, life: int, stimulus: SlotStimulus) -> None:
+        if node.alive and node.life == life:
+            self._slot(node, stimulus)
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
@@ -169,5 +210,25 @@ class ElectionsWorld:
         return blake2b(repr(self.changes).encode(), digest_size=16).hexdigest()
 
 
-def _model(name: str, size_gb: int) -> LocalModel:
-    return LocalModel(name=ModelName(name), type="llm", path=f"/{name}.gguf", file_size_bytes=size_gb * GB)
+def _ready(slot_id: SlotId) -> EngineReady:
+    endpoint = EngineEndpoint(pid=1, port=1, base_url="http://127.0.0.1:1", api_key="", log_path="")
+    return EngineReady(slot_id=slot_id, endpoint=endpoint, load_seconds=LOAD_SECONDS)
+
+
+def _model(name: str, size_gb: int) -> KnownModel:
+    return KnownModel(
+        file=ModelFile(
+            name=name,
+            type="llm",
+            path=f"/{name}.gguf",
+            parts=(f"/{name}.gguf",),
+            architecture="llama",
+            trained_context_tokens=512,
+            parameters=1,
+            file_size_bytes=size_gb * GB,
+            kv_bytes_per_token=0,
+            compute_bytes=0,
+            quantization="F16",
+            chat_template=True,
+        )
+    )
