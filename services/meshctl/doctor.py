@@ -9,24 +9,21 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Literal
 
 import click
 import psutil
 
+from services.meshctl.checks import Check, Level, show
 from services.meshctl.completion import complete_peer
 from services.meshctl.config import warnings_about
 from services.meshctl.leftovers import find_leftovers
 from services.meshctl.machine import bind_problem, describe, engine_found, gpus, port_owners, wanted_ports
 from services.meshctl.node import Node
-from services.meshctl.output import STATE_STYLES, clean, print_json, size
+from services.meshctl.output import print_json, size
 from services.meshctl.up import LOW_DISK_BYTES
 from shared.errors import MeshError
-from shared.messages.tunnel import ProbeCheck
 from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
 
-Level = Literal["ok", "warn", "fail"]
 LOW_MEMORY_BYTES = 1024**3
 PACKAGES = {
     "zmq": "pyzmq",
@@ -40,16 +37,6 @@ PACKAGES = {
     "supervisor": "supervisor",
     "psutil": "psutil",
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Check:
-    """``fix`` says what to do; empty when all is well."""
-
-    name: str
-    level: Level
-    detail: str
-    fix: str = ""
 
 
 @click.command()
@@ -79,13 +66,6 @@ def doctor(peer: str | None, as_json: bool) -> None:
         click.echo(f"{failed} missing, {warned} worth a look, {len(found) - failed - warned} fine.")
     if failed:
         raise SystemExit(1)
-
-
-def show(check: Check | ProbeCheck) -> None:
-    mark = click.style(f"{check.level:4}", fg=STATE_STYLES[check.level])
-    click.echo(f"{mark}  {check.name:12} {clean(check.detail)}")
-    if check.fix:
-        click.echo(f"      {'':12} -> {clean(check.fix)}")
 
 
 def examine(node: Node) -> Iterator[Check]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import click
 
-from services.meshctl.doctor import show
+from services.meshctl.checks import show
 from services.meshctl.mesh import read_token
 from services.meshctl.node import Node, run
 from services.meshctl.output import clean, print_json, progress

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from cryptography import x509
 
@@ -34,9 +35,6 @@ from shared.errors import CertificateRefused, MeshError, PeerUnreachable, Schema
 from shared.ids import PeerId
 from shared.multiaddrs import Address
 from shared.version import VERSION
-
-if TYPE_CHECKING:
-    from services.tunneld.io.quic import QuicEndpoint
 
 MESH_ALPN = "meshd/1"
 ENROLL_ALPN = "meshd-join/1"
@@ -107,10 +105,21 @@ class QuicMeshConnection(Connection):
             await asyncio.sleep(PING_SECONDS)
 
 
+class Maker(Protocol):
+    """The endpoint that connections belong to."""
+
+    ungreeted: int
+    on_enroll: Callable[[TunnelStream, str], None] | None
+    on_connection: Callable[[Connection], None]
+    on_stream: Callable[[Connection, TunnelStream], None]
+
+    def forget(self, link: QuicLink) -> None: ...
+
+
 class _Side:
     """What a dialled and an accepted mesh connection have in common."""
 
-    def __init__(self, endpoint: QuicEndpoint, credentials: Credentials, remote: str, *, dialled_here: bool) -> None:
+    def __init__(self, endpoint: Maker, credentials: Credentials, remote: str, *, dialled_here: bool) -> None:
         self.link: QuicLink | None = None
         self.connection: QuicMeshConnection | None = None
         self.peer: VerifiedPeer | None = None
@@ -177,7 +186,7 @@ class MeshPeer(_Side):
 
     def __init__(
         self,
-        endpoint: QuicEndpoint,
+        endpoint: Maker,
         credentials: Credentials,
         remote: str,
         expected: PeerId | None,
@@ -237,7 +246,7 @@ class MeshPeer(_Side):
 class ServerSide(_Side):
     """Somebody who dials this node: a node of the mesh, or one that wants to join."""
 
-    def __init__(self, endpoint: QuicEndpoint, credentials: Credentials, address: Address) -> None:
+    def __init__(self, endpoint: Maker, credentials: Credentials, address: Address) -> None:
         super().__init__(endpoint, credentials, str(address), dialled_here=False)
         self._enrolling = False
         self._timer: asyncio.TimerHandle | None = None

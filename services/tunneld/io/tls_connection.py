@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
 
 from services.tunneld.io.connection import (
     LATE_SECONDS,
@@ -21,15 +22,25 @@ from services.tunneld.io.stream import TunnelStream, bounded_reason
 from services.tunneld.io.tls_socket import Message, TlsSocket, TlsStream
 from shared.certificates import VerifiedPeer
 from shared.errors import CertificateRefused, PeerUnreachable
+from shared.ids import PeerId
 from shared.multiaddrs import Address
-
-if TYPE_CHECKING:
-    from services.tunneld.io.tls import TlsEndpoint
 
 OPEN_SECONDS = 5.0
 PARKED = 2
 """Sockets that lie ready for the other side's next streams."""
 KEPT_IDLE = 8
+
+
+class Maker(Protocol):
+    """The endpoint that a connection belongs to."""
+
+    on_stream: Callable[[Connection, TunnelStream], None]
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None: ...
+
+    async def dial_socket(self, address: Address, expected: PeerId, kind: str, link: str) -> TlsSocket: ...
+
+    def forget(self, connection: TlsConnection) -> None: ...
 
 
 class TlsConnection(Connection):
@@ -39,7 +50,7 @@ class TlsConnection(Connection):
 
     def __init__(
         self,
-        endpoint: TlsEndpoint,
+        endpoint: Maker,
         control: TlsSocket,
         peer: VerifiedPeer,
         address: Address,
