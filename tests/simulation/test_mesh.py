@@ -113,6 +113,7 @@ def test_a_mesh_of_up_to_ten_lives_through_it(seed: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)  # A hundred nodes with real signatures take a minute and more.
 @pytest.mark.parametrize("seed", ALL_SEEDS)
 def test_a_mesh_of_up_to_a_hundred_lives_through_it(seed: int) -> None:
     replayed(1_000 + seed, size_of(1_000 + seed, 100 if seed % 10 == 0 else 30))
