@@ -54,6 +54,12 @@ def _list(as_json: bool) -> None:
     console().print(table(["NODE", "STATE", "ROLE", "ID", "DEVICE", "MEMORY", "SERVES", "LINK"], rows, state_column=1))
 
 
+def state_words(state: str, node_state: str) -> str:
+    """What a present node does may add to its state; of one that is gone it says nothing more."""
+    present = state in ("alive", "suspect")
+    return f"{state}, {node_state}" if present and node_state not in ("active", "") else state
+
+
 @peers.command("ban")
 @click.argument("peer", shell_complete=complete_peer)
 @click.option("--lift", is_flag=True, help="Take the ban back.")
