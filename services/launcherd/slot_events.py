@@ -46,6 +46,11 @@ class KnownModel:
     file: ModelFile
     file_hash: str = ""
     builtin: bool = False
+    recipe: str = "llamacpp"
+    """Which kind of engine runs it: a name of `recipes`."""
+    labels: tuple[str, ...] = ()
+    checkpoint: str = ""
+    """Where it came from, as the registry knows; empty for a file that somebody put there."""
 
     @property
     def name(self) -> ModelName:
