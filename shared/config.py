@@ -134,14 +134,18 @@ class NodeConfig:
 
     def slot_limit(self, type: ModelType) -> int:
         """How many models of ``type`` may be loaded at once; -1 without limit."""
-        limits = self.models.max_loaded_models
-        if len(limits) == 1:
-            return limits[0]
-        index = MODEL_TYPES.index(type)
-        return limits[index] if index < len(limits) else 1
+        return type_limit(self.models.max_loaded_models, type)
 
     def model_folders(self) -> tuple[Path, ...]:
         return tuple(Path(os.path.expanduser(folder)) for folder in self.models.folders)
+
+
+def type_limit(limits: tuple[int, ...], type: ModelType) -> int:
+    """One number counts for every type; several are for ``MODEL_TYPES`` in order, the rest 1."""
+    if len(limits) == 1:
+        return limits[0]
+    index = MODEL_TYPES.index(type)
+    return limits[index] if index < len(limits) else 1
 
 
 SECTIONS: dict[str, type[Any]] = {

@@ -37,8 +37,10 @@ from services.launcherd.slot_events import (
     EngineFailed,
     EngineHealthy,
     KnownModel,
+    LimitsAsked,
     LoadAsked,
     Memory,
+    PinAsked,
     ProbeEngine,
     Publish,
     Remember,
@@ -77,7 +79,9 @@ from shared.messages.models import (
     EngineLog,
     GetEngineLog,
     LoadModel,
+    PinModel,
     RescanModels,
+    SetMaxLoadedModels,
     SlotChanged,
     UnloadModel,
 )
@@ -218,6 +222,11 @@ class Launcher:
                 return self._checked(await self._ask(lambda token: LoadAsked(token=token, request=request)))
             case UnloadModel():
                 return await self._ask(lambda token: UnloadAsked(token=token, request=request))
+            case PinModel(model=model):
+                await self._look_for(model)
+                return await self._ask(lambda token: PinAsked(token=token, request=request))
+            case SetMaxLoadedModels():
+                return await self._ask(lambda token: LimitsAsked(token=token, request=request))
             case RescanModels():
                 found = await self.library.scan()
                 return Done(detail=f"{len(found.models)} models, {len(found.skipped)} files skipped")

@@ -1,14 +1,17 @@
 """Which models have to go so that another can be loaded: one stateless rule.
 
-Limits count models of one type; memory counts bytes over all types. Victims are taken least recently used first, a
-model that is in use counting as used now. Builtin models (the guide, under 1 MB) take no part: they need no place and
-give none. Source: DESIGN §7 (LRU per type; limits; memory); FIELD, complaint 5.
+Limits count models of one type; memory counts bytes over all types; the NPU takes one model, whatever its type.
+Victims are taken least recently used first, a model that is in use counting as used now. Builtin models (the guide,
+under 1 MB) take no part: they need no place and give none.
+
+Source: DESIGN §7 (LRU per type; limits; memory; the NPU; pins); FIELD, complaint 5; docs/spec/slots.md.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from shared.ids import ModelName, SlotId
 from shared.messages.models import ModelType
@@ -31,6 +34,9 @@ class Occupant:
     """It was chosen before and is being drained: choose it again unless something better turned up."""
     protected: str = ""
     """Why the wanted model may not displace it, in words; empty when it may."""
+    pinned: bool = False
+    """It makes room for no other model, unless everything goes."""
+    npu: bool = False
     builtin: bool = False
 
 
@@ -41,17 +47,26 @@ class Wanted:
     model: ModelName
     type: ModelType
     need_bytes: int
+    npu: bool = False
     builtin: bool = False
     everything: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Room:
-    """`start_now`: nothing stands in the way. Else `victims` must go, or `blocked` says why they may not."""
+    """`start_now`: nothing stands in the way. Else `victims` must go, or `blocked` says why they may not.
+
+    `pinned`: what blocks are pins alone, so that waiting changes nothing.
+    """
 
     start_now: bool
     victims: tuple[SlotId, ...] = ()
     blocked: str = ""
+    pinned: bool = False
+
+
+Step = Literal["npu", "limit", "memory"]
+"""The rules, in the order in which victims are chosen by them."""
 
 
 def make_room(wanted: Wanted, occupants: Sequence[Occupant], *, limit: int, capacity_bytes: int) -> Room:
@@ -71,15 +86,14 @@ def make_room(wanted: Wanted, occupants: Sequence[Occupant], *, limit: int, capa
         return Room(start_now=True)
     remaining = [occupant for occupant in counted if not occupant.leaving]
     chosen: list[Occupant] = []
-    for step in ("limit", "memory"):
-        while not _fits(wanted, remaining, limit if step == "limit" else -1, capacity_bytes if step == "memory" else 0):
-            eligible = [
-                occupant
-                for occupant in remaining
-                if not occupant.protected and (step == "memory" or occupant.type == wanted.type)
-            ]
+    steps: tuple[Step, ...] = ("npu", "limit", "memory")
+    for step in steps:
+        while not _fits(wanted, remaining, limit, capacity_bytes, (step,)):
+            competing = [occupant for occupant in remaining if _competes(occupant, wanted, step)]
+            eligible = [occupant for occupant in competing if not occupant.protected and not occupant.pinned]
             if not eligible:
-                return Room(start_now=False, blocked=_blocked(wanted, remaining, step))
+                only_pins = all(occupant.pinned and not occupant.protected for occupant in competing)
+                return Room(start_now=False, blocked=_blocked(competing, step), pinned=only_pins)
             victim = min(eligible, key=lambda occupant: (occupant.type != wanted.type, *_least_recent(occupant)))
             chosen.append(victim)
             remaining.remove(victim)
@@ -92,21 +106,40 @@ def make_room(wanted: Wanted, occupants: Sequence[Occupant], *, limit: int, capa
     return Room(start_now=False, victims=tuple(victims))
 
 
-def _fits(wanted: Wanted, others: Collection[Occupant], limit: int, capacity_bytes: int) -> bool:
-    """`limit` -1 and `capacity_bytes` 0 leave that rule out."""
-    if limit != -1 and sum(other.type == wanted.type for other in others) >= limit:
+def _fits(
+    wanted: Wanted,
+    others: Collection[Occupant],
+    limit: int,
+    capacity_bytes: int,
+    steps: Collection[Step] = ("npu", "limit", "memory"),
+) -> bool:
+    if "npu" in steps and wanted.npu and any(other.npu for other in others):
         return False
-    return not capacity_bytes or sum(other.need_bytes for other in others) + wanted.need_bytes <= capacity_bytes
+    if "limit" in steps and limit != -1 and sum(other.type == wanted.type for other in others) >= limit:
+        return False
+    return "memory" not in steps or sum(other.need_bytes for other in others) + wanted.need_bytes <= capacity_bytes
+
+
+def _competes(occupant: Occupant, wanted: Wanted, step: Step) -> bool:
+    """Whether it would help `wanted` by that rule if this one went."""
+    match step:
+        case "npu":
+            return occupant.npu
+        case "limit":
+            return occupant.type == wanted.type
+        case "memory":
+            return True
 
 
 def _least_recent(occupant: Occupant) -> tuple[bool, bool, float, SlotId]:
     return (occupant.busy, not occupant.chosen, occupant.last_use_at, occupant.slot_id)
 
 
-def _blocked(wanted: Wanted, remaining: Sequence[Occupant], step: str) -> str:
+def _blocked(competing: Sequence[Occupant], step: Step) -> str:
     reasons = [
-        f"{occupant.model} {occupant.protected}"
-        for occupant in remaining
-        if occupant.protected and (step == "memory" or occupant.type == wanted.type)
+        f"{occupant.model} {occupant.protected or 'is pinned'}"
+        for occupant in competing
+        if occupant.protected or occupant.pinned
     ]
-    return "; ".join(reasons) or "the memory is taken"
+    told = "; ".join(reasons) or "the memory is taken"
+    return f"one model at a time may use the NPU, and {told}" if step == "npu" else told

@@ -12,11 +12,12 @@ from collections.abc import Collection, Iterable
 from services.launcherd.command_line import OptionRefused
 from services.launcherd.eviction import Occupant, Room, Wanted, make_room
 from services.launcherd.options import engine_options
-from services.launcherd.slot import OCCUPYING, RUNNING, Drain, Slot
+from services.launcherd.slot import COMING, OCCUPYING, RUNNING, Drain, Slot
 from services.launcherd.slot_book import SlotBook
 from services.launcherd.slot_events import DeviceMeasured, StartEngine
-from services.launcherd.slot_words import requests, too_large, waits_for
-from shared.ids import SlotId
+from services.launcherd.slot_words import all_pinned, code_of, requests, too_large, waits_for
+from shared.ids import ModelName, SlotId
+from shared.messages.daemon import Refused
 from shared.messages.models import Assignment
 
 
@@ -53,6 +54,32 @@ class LoadQueue:
                 continue  # Said to whoever asks for the model.
             slot = book.enqueue(model, options, wish.origin, book.next_order(), wish.reason)
             slot.placed = True
+
+    def call_for_loads(self) -> None:
+        """A queued slot for each model that requests wait for and no slot will serve."""
+        book = self._book
+        for name in book.leases.waiting_models():
+            slots = book.of(name)
+            if any(slot.state in COMING for slot in slots):
+                continue
+            drains = [slot.drain.before for slot in slots if slot.state == "draining" and slot.drain]
+            first = next(book.leases.line(name, since=max(drains, default=0)), None)
+            if first is None:
+                continue
+            model = book.models.get(name)
+            if model is None:
+                self._refuse_line(name, "model_file_missing", f"the file of {name} is gone")
+                continue
+            try:
+                options = engine_options(model.file, book.config.engine, book.cores)
+            except OptionRefused as error:
+                self._refuse_line(name, error.code, error.detail)
+                continue
+            book.enqueue(model, options, "request", first.order, "a request asked for it")
+
+    def _refuse_line(self, name: ModelName, code: str, detail: str) -> None:
+        for waiter in list(self._book.leases.line(name)):
+            self._book.refuse(waiter, Refused(code=code_of(code), detail=detail))
 
     def work(self) -> None:
         """Bring the first load of the queue forward as far as it goes now."""
@@ -102,9 +129,14 @@ class LoadQueue:
             slot = book.slots[slot_id]
             if self._refused(slot, device):
                 continue
-            room = self._room(slot, device)
+            only_assigned = self._only_assigned(slot)
+            room = self._room(slot, device, only_assigned)
             if not room.blocked:
                 return slot, room
+            if room.pinned and not only_assigned:
+                book.queue.remove(slot_id)
+                book.give_up(slot, "all_pinned", all_pinned(slot.name, room.blocked))
+                continue
             slot.reason = f"waits, because {room.blocked}"
             self._blocked.append(slot_id)
         return None
@@ -189,7 +221,11 @@ class LoadQueue:
                 parts.append(f"for {slot.name} to stop")
         return waits_for(parts)
 
-    def _room(self, head: Slot, device: DeviceMeasured) -> Room:
+    def _only_assigned(self, slot: Slot) -> bool:
+        """Whether no person and no request wants it here, only the mesh."""
+        return slot.placed and not slot.asked and not self._book.leases.waiting(slot.name)
+
+    def _room(self, head: Slot, device: DeviceMeasured, only_assigned: bool) -> Room:
         book = self._book
         wanted = Wanted(
             model=head.name,
@@ -197,11 +233,11 @@ class LoadQueue:
             need_bytes=head.need_bytes,
             builtin=head.model.builtin,
             everything=head.attempt > 0,
+            npu="npu" in head.processors,
         )
-        only_assigned = head.placed and not head.asked and not book.leases.waiting(head.name)
         wish = book.placement.assignments.get(head.name) if only_assigned else None
         occupants = [self._occupant(slot, wish) for slot in book.slots.values() if slot.state in OCCUPYING]
-        limit = book.config.slot_limit(wanted.type)
+        limit = book.slot_limit(wanted.type)
         return make_room(wanted, occupants, limit=limit, capacity_bytes=device.capacity_bytes)
 
     def _occupant(self, slot: Slot, wish: Assignment | None) -> Occupant:
@@ -222,5 +258,7 @@ class LoadQueue:
             leaving=slot.state == "stopping" or (slot.state == "draining" and not evicted),
             chosen=slot.state == "draining" and evicted,
             protected=protected,
+            pinned=slot.pinned,
+            npu="npu" in slot.processors,
             builtin=slot.model.builtin,
         )

@@ -8,7 +8,7 @@ from typing import Literal
 from services.launcherd.command_line import EngineOptions
 from services.launcherd.slot_events import EngineEndpoint, KnownModel, ReplyToken
 from shared.ids import ModelName, SlotId
-from shared.messages.models import LoadOrigin, SlotChanged, SlotEnd, SlotState
+from shared.messages.models import LoadOrigin, Processor, SlotChanged, SlotEnd, SlotState
 
 COUNTER_SECONDS = 0.25
 """Counters and reasons of a slot are published at most so often; its state at once."""
@@ -43,6 +43,9 @@ class Slot:
     reason: str
     since: float
     last_use_at: float
+    processors: tuple[Processor, ...] = ("cpu",)
+    """What its engine computes on."""
+    pinned: bool = False
     placed: bool = False
     """Only an assignment wants it."""
     asked: bool = False
@@ -105,13 +108,18 @@ class Slot:
             load_seconds=round(self.load_seconds, 3),
             log_path=endpoint.log_path if endpoint else "",
             ended_by=self.ended_by,
+            recipe=self.model.recipe,
+            processors=self.processors,
+            pinned=self.pinned,
+            checkpoint=self.model.checkpoint or self.model.file.path,
+            engine_args=self.options.extra_args,
         )
 
     def news(self, in_use: int, waiting: int) -> Literal["state", "counters", ""]:
         """How the slot differs from what was published last."""
         old = self.published
         pid = self.endpoint.pid if self.endpoint else 0
-        if old is None or old.state != self.state or old.origin != self.origin or old.pid != pid:
+        if old is None or (old.state, old.origin, old.pid, old.pinned) != (self.state, self.origin, pid, self.pinned):
             return "state"
         same = (
             old.in_use == in_use

@@ -14,6 +14,7 @@ from services.launcherd.failures import FailureRecord
 from services.launcherd.leases import LeaseBook, Waiter
 from services.launcherd.options import engine_options, local_model, options_need_bytes
 from services.launcherd.placement import SAFE_SECONDS, Placement
+from services.launcherd.recipes import processors
 from services.launcherd.slot import COMING, COUNTER_SECONDS, OCCUPYING, RUNNING, Drain, Slot
 from services.launcherd.slot_events import (
     DeviceMeasured,
@@ -28,15 +29,19 @@ from services.launcherd.slot_events import (
     StopEngine,
 )
 from services.launcherd.slot_words import clip, code_of
-from shared.config import NodeConfig
+from shared.config import NodeConfig, type_limit
 from shared.ids import HolderId, ModelName, SlotId
 from shared.messages.daemon import Done, Refused
 from shared.messages.leases import CreditsConfirmed, LeaseGranted
 from shared.messages.models import (
+    MODEL_TYPES,
     DeviceChanged,
     InventoryChanged,
+    LimitsChanged,
     LoadOrigin,
     ModelLoaded,
+    ModelType,
+    Processor,
     SkippedFile,
     SlotChanged,
     SlotEnd,
@@ -45,6 +50,8 @@ from shared.messages.models import (
 HEALTH_SECONDS = 10.0
 """A ready engine is asked whether it lives at least so often. Its exit is noticed at once anyway."""
 HISTORY_LIMIT = 400
+UNCOOLED_CODES = frozenset({"model_file_missing", "model_too_large", "all_pinned"})
+"""Failures without an attempt: the model may be asked for again at once."""
 
 
 class SlotBook:
@@ -64,6 +71,9 @@ class SlotBook:
         """When the last engine was gone."""
         self.leases = LeaseBook(memory.credits)
         self.placement = Placement(memory.declined)
+        self.pinned = set(memory.pinned)
+        self.limits_set = memory.limits_set
+        """Limits that somebody set while the node ran, until the configured ones change."""
         self.failures: dict[ModelName, FailureRecord] = {}
         self.unloads: dict[ReplyToken, set[SlotId]] = {}
         self.history: deque[tuple[float, ModelName, str]] = deque(maxlen=HISTORY_LIMIT)
@@ -72,6 +82,7 @@ class SlotBook:
         self.effects: list[Effect] = []
         self.inventory: InventoryChanged | None = None
         self.device_changed: DeviceChanged | None = None
+        self.limits_changed: LimitsChanged | None = None
         self._prefix = prefix
         self._slots_made = 0
         self._order = 0
@@ -85,8 +96,24 @@ class SlotBook:
 
     def apply_config(self, config: NodeConfig) -> None:
         """For later loads; what is loaded stays as it is."""
+        if config.models.max_loaded_models != self.config.models.max_loaded_models:
+            self.limits_set = ()
         self.config = config
         self._inventory_stale = self.inventory is not None
+
+    def slot_limit(self, type: ModelType) -> int:
+        """How many models of `type` may be loaded at once; -1 without limit."""
+        return type_limit(self.limits_set or self.config.models.max_loaded_models, type)
+
+    def processors(self, model: KnownModel) -> tuple[Processor, ...]:
+        """What its engine computes on here."""
+        return processors(model.recipe, self.device.device if self.device is not None else "cpu")
+
+    def pin(self, name: ModelName, pinned: bool) -> None:
+        """For the model's slots, those to come too."""
+        (self.pinned.add if pinned else self.pinned.discard)(name)
+        for slot in self.of(name):
+            slot.pinned = pinned
 
     def in_grace(self) -> bool:
         """Whether holders of an earlier launcherd's credits may still announce themselves."""
@@ -151,6 +178,8 @@ class SlotBook:
             reason="",
             since=self.now,
             last_use_at=self.now,
+            pinned=model.name in self.pinned,
+            processors=self.processors(model),
         )
         self.slots[slot_id] = slot
         return slot
@@ -207,7 +236,7 @@ class SlotBook:
         record = self.failure_record(slot.name)
         reason = clip(detail)
         record.fail(
-            code, reason, slot.options, now=self.now, cooled=code not in ("model_file_missing", "model_too_large")
+            code, reason, slot.options, now=self.now, cooled=code not in UNCOOLED_CODES
         )
         self.leases.close(slot.slot_id)
         slot.endpoint, slot.drain, slot.hung = None, None, ""
@@ -332,9 +361,10 @@ class SlotBook:
                 self.announce(slot)
         self._publish_inventory()
         self._publish_device()
+        self._publish_limits()
         effects, self.effects = self.effects, []
         running = tuple(slot.slot_id for slot in self.slots.values() if slot.state in RUNNING)
-        key = (self.leases.version(), running, self.placement.memory())
+        key = (self.leases.version(), running, self.placement.memory(), frozenset(self.pinned), self.limits_set)
         if key != self._remembered:
             self._remembered = key
             effects.insert(0, Remember(memory=self.memory()))
@@ -356,6 +386,8 @@ class SlotBook:
             },
             credits=self.leases.credits_by_slot(),
             declined=self.placement.memory(),
+            pinned=frozenset(self.pinned),
+            limits_set=self.limits_set,
         )
 
     def _publish_inventory(self) -> None:
@@ -395,6 +427,14 @@ class SlotBook:
             self.device_changed = changed
             self.effects.append(Publish(message=changed))
 
+    def _publish_limits(self) -> None:
+        words = "set while the node runs, until the configured limits change" if self.limits_set else "as configured"
+        each = tuple(self.slot_limit(type) for type in MODEL_TYPES)
+        limits = LimitsChanged(max_loaded_models=each, reason=words)
+        if limits != self.limits_changed:
+            self.limits_changed = limits
+            self.effects.append(Publish(message=limits))
+
     def occupies(self, slot: Slot) -> bool:
         return slot.state in OCCUPYING or slot.state == "loading"
 
@@ -408,7 +448,7 @@ class SlotBook:
                 times.append(slot.restart_at)
             elif slot.state in RUNNING and not slot.probing:
                 times.append(slot.probe_at)
-            if slot.state == "ready" and idle:
+            if slot.state == "ready" and idle and not slot.pinned:
                 times.append(self.idle_until(slot))
             if slot.ready_at is not None and self.queue and slot.ready_at + SAFE_SECONDS > self.now:
                 times.append(slot.ready_at + SAFE_SECONDS)

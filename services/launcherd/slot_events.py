@@ -28,9 +28,12 @@ from shared.messages.models import (
     Assignment,
     DeviceChanged,
     InventoryChanged,
+    LimitsChanged,
     LoadModel,
     LoadOrigin,
     ModelLoaded,
+    PinModel,
+    SetMaxLoadedModels,
     SkippedFile,
     SlotChanged,
     UnloadModel,
@@ -90,6 +93,9 @@ class Memory:
     slots: Mapping[SlotId, SlotMemory] = field(default_factory=dict)
     credits: Mapping[SlotId, Mapping[HolderId, int]] = field(default_factory=dict)
     declined: Mapping[ModelName, str] = field(default_factory=dict)
+    pinned: frozenset[ModelName] = frozenset()
+    limits_set: tuple[int, ...] = ()
+    """``max_loaded_models`` as somebody set it while the node ran; empty: as configured."""
     complete: bool = True
     """False when what was written down could not be read."""
 
@@ -170,6 +176,18 @@ class CreditsReturned:
 class SuspicionRaised:
     token: ReplyToken
     request: EngineSuspected
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PinAsked:
+    token: ReplyToken
+    request: PinModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsAsked:
+    token: ReplyToken
+    request: SetMaxLoadedModels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,6 +274,8 @@ Stimulus = (
     | CreditsReported
     | CreditsReturned
     | SuspicionRaised
+    | PinAsked
+    | LimitsAsked
     | CallerGone
     | EngineAdopted
     | EngineLoading
@@ -306,7 +326,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Publish:
-    message: InventoryChanged | DeviceChanged | SlotChanged | CreditsRecalled
+    message: InventoryChanged | DeviceChanged | LimitsChanged | SlotChanged | CreditsRecalled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

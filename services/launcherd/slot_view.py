@@ -10,10 +10,11 @@ from services.launcherd.slot_book import SlotBook
 from services.launcherd.slot_words import requests
 from shared.ids import ModelName
 from shared.messages.leases import CreditsRecalled
-from shared.messages.models import DeviceChanged, InventoryChanged, SlotChanged
+from shared.messages.models import DeviceChanged, InventoryChanged, LimitsChanged, SlotChanged
 from shared.words import size_words
 
 EVENTS_SHOWN = 12
+Snapshot = InventoryChanged | DeviceChanged | LimitsChanged | SlotChanged | CreditsRecalled
 
 
 def state_line(book: SlotBook) -> str:
@@ -30,11 +31,13 @@ def state_line(book: SlotBook) -> str:
     return ", ".join([*parts, f"{len(book.models)} on disk"])
 
 
-def snapshot(book: SlotBook) -> Iterator[InventoryChanged | DeviceChanged | SlotChanged | CreditsRecalled]:
+def snapshot(book: SlotBook) -> Iterator[Snapshot]:
     """The whole published state."""
     yield book.inventory or InventoryChanged(models=(), scanning=True)
     if book.device_changed is not None:
         yield book.device_changed
+    if book.limits_changed is not None:
+        yield book.limits_changed
     for slot in book.slots.values():
         yield book.view(slot)
     yield from book.leases.active_recalls()
@@ -74,6 +77,8 @@ def _on_disk(book: SlotBook, name: ModelName) -> list[str]:
 
 def _slot_words(book: SlotBook, slot: Slot, now: float) -> str:
     words = f"It is {slot.state} since {_age(now - slot.since)} (slot {slot.slot_id}, {slot.origin}): {slot.reason}."
+    if slot.pinned:
+        words += " It is pinned: it is not unloaded for another model."
     ledger = book.leases.ledgers.get(slot.slot_id)
     if ledger is not None:
         used = "now" if ledger.in_use else f"{_age(now - book.last_use_at(slot))} ago"

@@ -9,7 +9,7 @@ from shared.words import size_words
 
 REASON_LIMIT = 900
 PLAIN_CODES = frozenset(
-    {"model_file_missing", "model_file_broken", "model_too_large", "engine_missing", "option_refused"}
+    {"model_file_missing", "model_file_broken", "model_too_large", "engine_missing", "option_refused", "all_pinned"}
 )
 """Failures that are told by their own code; all others are `load_failed`."""
 
@@ -28,6 +28,14 @@ def too_large(model: str, need_bytes: int, file_bytes: int, context_tokens: int,
         f"{model} needs {need} (file {file}, context of {context_tokens} tokens), but models may use {may_use} of this "
         f"node's {device.device}: {total} in all, {reserve} kept back. Nothing was unloaded for it. Try a smaller "
         "context or quantization, or raise what models may use under [node] in mesh.toml"
+    )
+
+
+def all_pinned(model: str, blocked: str) -> str:
+    """Why a model is refused because what would make room for it is pinned."""
+    return (
+        f"{model} has no place: {blocked}. Unpin a model ('meshctl unpin MODEL'), unload one ('meshctl unload MODEL'), "
+        "or allow more models at once (max_loaded_models)"
     )
 
 

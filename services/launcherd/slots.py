@@ -33,13 +33,9 @@ Source: DESIGN §7; TRAPS 18-24, 29, 32, 35.
 
 from __future__ import annotations
 
-from services.launcherd.command_line import OptionRefused
 from services.launcherd.failures import CRASH_WINDOW_SECONDS, restart_delay_seconds
-from services.launcherd.leases import Waiter
 from services.launcherd.load_queue import LoadQueue
-from services.launcherd.model_names import find_name, not_found_words
-from services.launcherd.options import engine_options
-from services.launcherd.slot import COMING, RUNNING, Drain, Slot
+from services.launcherd.slot import RUNNING, Drain, Slot
 from services.launcherd.slot_book import HEALTH_SECONDS, SlotBook
 from services.launcherd.slot_events import (
     AcquireAsked,
@@ -59,27 +55,24 @@ from services.launcherd.slot_events import (
     EngineReady,
     EngineStopped,
     InventoryScanned,
+    LimitsAsked,
     LoadAsked,
     Memory,
+    PinAsked,
     ProbeEngine,
-    ReplyToken,
     Stimulus,
     StopEngine,
     SuspicionRaised,
     UnloadAsked,
     WithdrawAsked,
 )
-from services.launcherd.slot_words import clip, code_of, requests
+from services.launcherd.slot_requests import SlotRequests
+from services.launcherd.slot_words import clip
 from shared.config import NodeConfig
-from shared.ids import ModelName
 from shared.io.drive import Tick
 from shared.messages.daemon import Done, Refused
 from shared.messages.leases import CREDIT_GRACE_SECONDS, EngineSuspected
-from shared.messages.models import LoadModel, ModelLoaded, SlotEnd
-
-IDLE_WORDS = (
-    "this node is idle: it has no mesh.toml. 'meshctl up' writes one, or load a model with 'meshctl load MODEL'"
-)
+from shared.messages.models import ModelLoaded
 
 SETTLE_SECONDS = 10.0
 """A load that began so soon after another engine ended may have met memory that was not free yet…"""
@@ -100,6 +93,7 @@ class SlotTable:
     def __init__(self, config: NodeConfig, *, cores: int, prefix: str, memory: Memory | None = None) -> None:
         self.book = SlotBook(config, cores=cores, prefix=prefix, memory=memory or Memory())
         self.queue = LoadQueue(self.book)
+        self._requests = SlotRequests(self.book)
 
     def handle(self, stimulus: Stimulus | Tick, *, now: float) -> list[Effect]:
         book = self.book
@@ -115,16 +109,17 @@ class SlotTable:
             case AssignmentsGiven(assignments=assignments):
                 book.placement.give(assignments)
             case LoadAsked(token=token, request=request):
-                self._load(token, request)
+                self._requests.load(token, request)
             case UnloadAsked():
-                self._unload(stimulus)
+                self._requests.unload(stimulus)
             case AcquireAsked():
-                self._acquire(stimulus)
-            case WithdrawAsked(token=token, request=withdraw):
-                waiter = book.leases.find(withdraw.holder, withdraw.request_id)
-                if waiter is not None:
-                    self._refuse(waiter, "withdrawn", "the request was withdrawn by its holder")
-                book.reply(token, Done())
+                self._requests.acquire(stimulus)
+            case WithdrawAsked():
+                self._requests.withdraw(stimulus)
+            case PinAsked():
+                self._requests.pin(stimulus)
+            case LimitsAsked():
+                self._requests.set_limits(stimulus)
             case CreditsReported(token=token, request=report):
                 book.reply(token, book.leases.report(report, now))
                 quiet = not book.contended()
@@ -135,7 +130,7 @@ class SlotTable:
                 self._suspect(suspicion)
                 book.reply(token, Done())
             case CallerGone():
-                self._caller_gone(stimulus)
+                self._requests.caller_gone(stimulus)
             case EngineAdopted():
                 self._adopt(stimulus)
             case EngineLoading(slot_id=slot_id, phase=phase):
@@ -179,145 +174,14 @@ class SlotTable:
         """Raises AssertionError when the machine contradicts itself."""
         self.book.check_invariants()
 
-    # -- requests --------------------------------------------------------------------------------------------
-
-    def _load(self, token: ReplyToken, request: LoadModel) -> None:
-        book = self.book
-        name = find_name(request.model, book.models)
-        if name is None:
-            book.reply(token, Refused(code="model_not_found", detail=not_found_words(request.model, book.models)))
-            return
-        model = book.models[name]
-        try:
-            options = engine_options(model.file, book.config.engine, book.cores, request)
-        except OptionRefused as error:
-            book.reply(token, Refused(code=error.code, detail=error.detail))
-            return
-        slot = next((slot for slot in reversed(book.of(name)) if slot.state in COMING), None)
-        record = book.failures.get(name)
-        if slot is None and record is not None and record.options == options and record.cooling_seconds(book.now):
-            book.reply(token, book.cooling(name, record))
-            return
-        book.placement.request(name)
-        if slot is None or slot.options != options:
-            words = "asked for" if slot is None else "asked for with other options"
-            slot = book.enqueue(model, options, request.origin, book.next_order(), words)
-        slot.asked, slot.placed, slot.origin = True, False, request.origin
-        if slot.state == "ready":
-            loaded = ModelLoaded(model=name, slot_id=slot.slot_id, load_seconds=slot.load_seconds, already=True)
-            book.reply(token, loaded)
-        elif request.wait:
-            slot.loaders.append(token)
-        else:
-            book.reply(token, Done(detail=f"{name} will be loaded"))
-
-    def _unload(self, asked: UnloadAsked) -> None:
-        book, request = self.book, asked.request
-        slots = list(book.slots.values())
-        if request.model:
-            known = {*book.models, *(slot.name for slot in slots)}
-            name = find_name(request.model, known)
-            if name is None:
-                detail = not_found_words(request.model, book.models)
-                book.reply(asked.token, Refused(code="model_not_found", detail=detail))
-                return
-            slots = book.of(name)
-        by: SlotEnd = "dropped" if asked.of_client else "owner"
-        reason = "this node only consumes now" if asked.of_client else "unloaded by request"
-        for slot in slots:
-            if not asked.of_client:
-                book.placement.decline(slot.name, reason, book.now)
-            if slot.state in ("queued", "loading", "restarting"):
-                words = f"{slot.name} was unloaded while the request waited for it; ask again to load it"
-                for waiter in list(book.leases.line(slot.name)):
-                    self._refuse(waiter, "unloaded", words)
-            if slot.state == "ready":
-                book.start_drain(slot, Drain(by, book.next_order(), reason))
-            elif slot.state == "draining" and slot.drain is not None:
-                slot.drain = Drain(by, slot.drain.before, reason)
-            elif slot.state in ("loading", "stopping"):
-                slot.drain = Drain(by, 0, reason)
-                slot.hung = ""  # Not to be restarted.
-                if slot.state == "loading":
-                    book.stop(slot, reason)
-            else:
-                book.failures.pop(slot.name, None)
-                book.drop(slot, reason, by)
-        pending = [slot for slot in slots if slot.slot_id in book.slots]
-        if not slots:
-            book.reply(asked.token, Done(detail=f"{request.model or 'no model'} is not loaded: nothing to do"))
-        elif pending and request.wait:
-            book.unloads[asked.token] = {slot.slot_id for slot in pending}
-        else:
-            book.reply(asked.token, Done(detail="being unloaded" if pending else "unloaded"))
-
-    def _acquire(self, asked: AcquireAsked) -> None:
-        book, request, token = self.book, asked.request, asked.token
-        name = find_name(request.model, book.models.keys() | {slot.name for slot in book.slots.values()})
-        slots = book.of(name) if name is not None else []
-        coming = any(slot.state in COMING for slot in slots)
-        waiting = book.leases.waiting(name) if name is not None else 0
-        earlier = book.leases.find(request.holder, request.request_id)
-        record = book.failures.get(name) if name is not None and not coming else None
-        refused: Refused | None = None
-        if not book.config.configured:
-            refused = Refused(code="idle", detail=IDLE_WORDS)
-        elif name is None:
-            refused = Refused(code="model_not_found", detail=not_found_words(request.model, book.models))
-        elif not request.load and not any(slot.state in RUNNING for slot in slots):
-            refused = Refused(code="not_loaded", detail=f"{name} is not loaded on this node")
-        elif record is not None and record.cooling_seconds(book.now):
-            refused = book.cooling(name, record)
-        elif earlier is None and waiting >= book.config.engine.queue_limit:
-            parallel = max((slot.options.parallel for slot in slots), default=1)
-            refused = Refused(
-                code="overloaded",
-                detail=f"{requests(waiting)} wait for {name} already, which is the limit (engine.queue_limit)",
-                retry_after_seconds=float(min(60, max(1, waiting // parallel))),
-            )
-        if refused is not None or name is None:
-            book.reply(token, refused or Refused(code="model_not_found", detail=request.model))
-            return
-        if earlier is not None:
-            book.reply(earlier.token, Refused(code="repeated", detail="the same request was sent again"))
-            book.leases.renew(earlier, token)
-            return
-        book.placement.request(name)
-        waiter = Waiter(book.next_order(), token, request.holder, request.request_id, name, book.now)
-        book.leases.enqueue(waiter)
-
-    def _suspect(self, suspicion: EngineSuspected) -> None:
-        slot = self.book.slots.get(suspicion.slot_id)
-        if slot is not None and slot.state in RUNNING and not slot.suspected:
-            slot.suspected = True
-            slot.reason = "does not answer; it is asked whether it lives"
-            self.book.note(slot.name, f"its engine was reported as not answering: {suspicion.detail[:300]}")
-            if not slot.probing:
-                self._probe(slot, eager=True)
-
-    def _caller_gone(self, gone: CallerGone) -> None:
-        book = self.book
-        waiter = book.leases.find_token(gone.token)
-        if waiter is not None:
-            book.leases.remove(waiter)
-        for slot in book.slots.values():
-            if gone.token in slot.loaders:
-                slot.loaders.remove(gone.token)
-        book.unloads.pop(gone.token, None)
-        if gone.granted is not None and gone.holder is not None:
-            ledger = book.leases.ledgers.get(gone.granted.slot_id)
-            if ledger is not None:
-                ledger.take_back(gone.holder, gone.granted.credits)
-
-    def _refuse(self, waiter: Waiter, code: str, detail: str, retry_after_seconds: float | None = None) -> None:
-        self.book.refuse(waiter, Refused(code=code, detail=detail, retry_after_seconds=retry_after_seconds))
-
     # -- engines ---------------------------------------------------------------------------------------------
 
     def _measured(self, device: DeviceMeasured) -> None:
         book = self.book
         had_none = book.device is not None and not book.device.engine
         book.device = device
+        for slot in book.slots.values():
+            slot.processors = book.processors(slot.model)
         if device.engine and had_none:
             for slot in [slot for slot in book.slots.values() if slot.state == "failed"]:
                 record = book.failures.get(slot.name)
@@ -431,7 +295,7 @@ class SlotTable:
     def _tick(self) -> None:
         book = self.book
         for waiter in book.leases.lapse(book.now):
-            self.book.reply(waiter.token, Refused(code="holder_gone", detail="its holder stopped reporting"))
+            book.reply(waiter.token, Refused(code="holder_gone", detail="its holder stopped reporting"))
         idle_seconds = book.config.models.idle_unload_minutes * 60
         for slot in list(book.slots.values()):
             if slot.state == "restarting" and slot.restart_at <= book.now:
@@ -439,7 +303,7 @@ class SlotTable:
                 book.queue.insert(0, slot.slot_id)
             elif slot.state in RUNNING and not slot.probing and slot.probe_at <= book.now:
                 self._probe(slot, eager=False)
-            if slot.state == "ready" and idle_seconds and book.idle_until(slot) <= book.now:
+            if slot.state == "ready" and idle_seconds and not slot.pinned and book.idle_until(slot) <= book.now:
                 minutes = book.config.models.idle_unload_minutes
                 book.start_drain(slot, Drain("idle", book.next_order(), f"unused for {minutes:g} min"))
 
@@ -447,44 +311,27 @@ class SlotTable:
         slot.probing = True
         self.book.effects.append(ProbeEngine(slot_id=slot.slot_id, eager=eager))
 
+    def _suspect(self, suspicion: EngineSuspected) -> None:
+        slot = self.book.slots.get(suspicion.slot_id)
+        if slot is not None and slot.state in RUNNING and not slot.suspected:
+            slot.suspected = True
+            slot.reason = "does not answer; it is asked whether it lives"
+            self.book.note(slot.name, f"its engine was reported as not answering: {suspicion.detail[:300]}")
+            if not slot.probing:
+                self._probe(slot, eager=True)
+
     # -- after every stimulus --------------------------------------------------------------------------------
 
     def _settle(self) -> None:
         book = self.book
         self.queue.drop_unwanted()
-        self._call_for_loads()
+        self.queue.call_for_loads()
         self.queue.load_assigned()
         book.grant_all()
         self.queue.work()
         # What was displaced while it was restarting may have been waited for.
-        self._call_for_loads()
+        self.queue.call_for_loads()
         book.grant_all()
         book.finish_drains()
         book.recall_all()
         self.queue.describe()
-
-    def _call_for_loads(self) -> None:
-        """A queued slot for each model that requests wait for and no slot will serve."""
-        book = self.book
-        for name in book.leases.waiting_models():
-            slots = book.of(name)
-            if any(slot.state in COMING for slot in slots):
-                continue
-            drains = [slot.drain.before for slot in slots if slot.state == "draining" and slot.drain]
-            first = next(book.leases.line(name, since=max(drains, default=0)), None)
-            if first is None:
-                continue
-            model = book.models.get(name)
-            if model is None:
-                self._refuse_line(name, "model_file_missing", f"the file of {name} is gone")
-                continue
-            try:
-                options = engine_options(model.file, book.config.engine, book.cores)
-            except OptionRefused as error:
-                self._refuse_line(name, error.code, error.detail)
-                continue
-            book.enqueue(model, options, "request", first.order, "a request asked for it")
-
-    def _refuse_line(self, name: ModelName, code: str, detail: str) -> None:
-        for waiter in list(self.book.leases.line(name)):
-            self._refuse(waiter, code_of(code), detail)

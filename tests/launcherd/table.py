@@ -26,8 +26,10 @@ from services.launcherd.slot_events import (
     EngineStopped,
     InventoryScanned,
     KnownModel,
+    LimitsAsked,
     LoadAsked,
     Memory,
+    PinAsked,
     ProbeEngine,
     Publish,
     Remember,
@@ -54,13 +56,27 @@ from shared.messages.leases import (
     ReturnCredits,
     WithdrawAcquire,
 )
-from shared.messages.models import Assignment, LoadModel, LoadOrigin, ModelType, SlotChanged, UnloadModel
+from shared.messages.models import (
+    Assignment,
+    LoadModel,
+    LoadOrigin,
+    ModelType,
+    PinModel,
+    SetMaxLoadedModels,
+    SlotChanged,
+    UnloadModel,
+)
 
 GIB = 1024**3
 
 
 def model(
-    name: str, type: ModelType = "llm", size_bytes: int = GIB, builtin: bool = False, trained: int = 4096
+    name: str,
+    type: ModelType = "llm",
+    size_bytes: int = GIB,
+    builtin: bool = False,
+    trained: int = 4096,
+    recipe: str = "llamacpp",
 ) -> KnownModel:
     file = ModelFile(
         name=name,
@@ -76,7 +92,7 @@ def model(
         quantization="F16",
         chat_template=True,
     )
-    return KnownModel(file=file, builtin=builtin)
+    return KnownModel(file=file, builtin=builtin, recipe=recipe)
 
 
 DEFAULT_MODELS = (
@@ -193,9 +209,19 @@ class World:
 
     # -- what people, clients and engines do -----------------------------------------------------------------
 
-    def load(self, name: str, *, wait: bool = True, context_tokens: int = 0, origin: LoadOrigin = "request") -> int:
+    def load(
+        self,
+        name: str,
+        *,
+        wait: bool = True,
+        context_tokens: int = 0,
+        origin: LoadOrigin = "request",
+        pinned: bool | None = None,
+    ) -> int:
         token = self._token()
-        request = LoadModel(model=ModelName(name), wait=wait, context_tokens=context_tokens, origin=origin)
+        request = LoadModel(
+            model=ModelName(name), wait=wait, context_tokens=context_tokens, origin=origin, pinned=pinned
+        )
         self.do(LoadAsked(token=token, request=request))
         return token
 
@@ -204,6 +230,16 @@ class World:
         model_name = ModelName(name) if name is not None else None
         self.do(UnloadAsked(token=token, request=UnloadModel(model=model_name, wait=wait)))
         return token
+
+    def pin(self, name: str, pinned: bool = True) -> object:
+        token = self._token()
+        self.do(PinAsked(token=token, request=PinModel(model=ModelName(name), pinned=pinned)))
+        return self.replies[token]
+
+    def set_limits(self, *limits: int) -> object:
+        token = self._token()
+        self.do(LimitsAsked(token=token, request=SetMaxLoadedModels(limits=limits)))
+        return self.replies[token]
 
     def become_client(self) -> None:
         self.do(UnloadAsked(token=self._token(), request=UnloadModel(wait=False), of_client=True))

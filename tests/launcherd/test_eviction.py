@@ -21,6 +21,8 @@ def occupant(
     chosen: bool = False,
     protected: str = "",
     builtin: bool = False,
+    pinned: bool = False,
+    npu: bool = False,
 ) -> Occupant:
     return Occupant(
         slot_id=SlotId(name),
@@ -33,6 +35,8 @@ def occupant(
         chosen=chosen,
         protected=protected,
         builtin=builtin,
+        pinned=pinned,
+        npu=npu,
     )
 
 
@@ -125,3 +129,40 @@ def test_what_remains_always_fits_and_the_order_of_slots_does_not_matter(
     assert limit == -1 or sum(item.type == "llm" for item in remain) < limit
     again = make_room(wanted(need_bytes), list(reversed(occupants)), limit=limit, capacity_bytes=20)
     assert set(again.victims) == set(room.victims)
+
+
+def test_pinned_models_are_passed_over() -> None:
+    assert victims([occupant("a", pinned=True), occupant("b", 1, 5.0)], wanted(), 2) == {"b"}
+
+
+def test_only_pins_in_the_way_is_said_apart() -> None:
+    pinned = make_room(wanted(), [occupant("a", pinned=True)], limit=1, capacity_bytes=100)
+    assert (pinned.blocked, pinned.pinned) == ("a is pinned", True)
+    mixed = [occupant("a", pinned=True), occupant("b", protected="belongs here as well")]
+    both = make_room(wanted(), mixed, limit=2, capacity_bytes=100)
+    assert (both.blocked, both.pinned) == ("a is pinned; b belongs here as well", False)
+
+
+def test_a_pinned_model_in_the_way_for_memory() -> None:
+    room = make_room(wanted(5), [occupant("a", 6, pinned=True, type="embedding")], limit=-1, capacity_bytes=10)
+    assert room.pinned
+    assert not room.victims
+
+
+def test_everything_means_pinned_models_too() -> None:
+    assert victims([occupant("a", pinned=True), occupant("b", npu=True)], wanted(everything=True)) == {"a", "b"}
+
+
+def test_the_npu_takes_one_model_whatever_its_type_and_limit() -> None:
+    want = Wanted(model=ModelName("new"), type="llm", need_bytes=1, npu=True)
+    others = [occupant("n", npu=True, type="audio"), occupant("c"), occupant("e", type="embedding")]
+    assert victims(others, want, -1) == {"n"}
+    assert victims(others, want, 1) == {"n", "c"}
+    assert victims([occupant("n", npu=True)], wanted(), 1) == {"n"}
+    assert make_room(want, others[1:], limit=-1, capacity_bytes=10).start_now
+
+
+def test_an_npu_model_is_not_given_back_when_another_victim_was_enough_for_memory() -> None:
+    want = Wanted(model=ModelName("new"), type="llm", need_bytes=5, npu=True)
+    others = [occupant("n", 1, npu=True, type="audio"), occupant("c", 9)]
+    assert victims(others, want, -1, 12) == {"n", "c"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from services.launcherd.slot_events import DeviceMeasured, InventoryScanned
 from services.launcherd.slot_view import explain, snapshot, state_line
 from shared.messages.leases import CreditsRecalled
-from shared.messages.models import DeviceChanged, InventoryChanged, SkippedFile, SlotChanged
+from shared.messages.models import DeviceChanged, InventoryChanged, LimitsChanged, SkippedFile, SlotChanged
 from tests.launcherd.table import World, config, model
 
 
@@ -69,6 +69,14 @@ def test_slots_can_be_asked_about_and_nonsense_gives_nothing() -> None:
     assert why(world, "") == ""
 
 
+def test_why_a_pinned_model_stays() -> None:
+    world = World()
+    world.bring_up("a")
+    assert "pinned" not in why(world, "a")
+    world.pin("a")
+    assert "It is pinned" in why(world, "a")
+
+
 def test_the_history_is_bounded() -> None:
     world = World(config((2,)))
     for _ in range(300):
@@ -95,4 +103,4 @@ def test_the_snapshot_is_everything_that_is_published() -> None:
     world.acquire("a", "h1")
     world.acquire("a", "h2")
     kinds = [type(item) for item in snapshot(world.table.book)]
-    assert kinds == [InventoryChanged, DeviceChanged, SlotChanged, CreditsRecalled]
+    assert kinds == [InventoryChanged, DeviceChanged, LimitsChanged, SlotChanged, CreditsRecalled]

@@ -47,7 +47,7 @@ class MemoryFile:
         except (OSError, ValidationError):
             return Memory(complete=False)
         same_run = written.run == self._run
-        self._memory = written.memory if same_run else replace(written.memory, declined={})
+        self._memory = written.memory if same_run else replace(written.memory, declined={}, limits_set=())
         self._logs = OrderedDict(written.logs)
         return self._memory
 
