@@ -14,14 +14,19 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from shared.errors import ConfigError
+from shared.llamacpp_args import refusal, split_args
 from shared.messages.models import MODEL_TYPES, ModelType
+from shared.recipes import BUILTIN_RECIPES, RECIPE_KEYS, Recipe, changed_recipe
+
+EMBEDDED_BACKEND = "embedded"
+PATH_BACKEND = "path"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +65,11 @@ class EngineSection:
 
     path: str = ""
     """A ``llama-server``; empty: the one on PATH, else the embedded engine."""
+    backend: str = ""
+    """Which build of llama.cpp runs models: ``embedded``, ``path`` (the one of ``path``, else of the PATH) or a name of
+    ``backends``; empty: ``path`` where there is one, else ``embedded``."""
+    backends: Mapping[str, str] = field(default_factory=dict)
+    """Further builds, name to program: ``vulkan = "/opt/llama-vulkan/llama-server"``."""
     threads: int = 0
     """Per engine; 0: the number of physical cores, less one if there are more than two."""
     parallel: int = 4
@@ -69,12 +79,18 @@ class EngineSection:
     gpu_layers: int = -1
     """-1: as many as fit."""
     extra_args: tuple[str, ...] = ()
+    """For llama.cpp, in addition to what meshd sets."""
     readiness_seconds: float = 600.0
     """At least so long may a load take; 120 s per GB of model file if that is more."""
     hang_seconds: float = 15.0
     """Silence after which an engine that should speak counts as hung."""
     queue_limit: int = 256
     """Requests that may wait for one model; more get 429."""
+
+    @property
+    def backend_names(self) -> tuple[str, ...]:
+        """What ``backend`` and ``llamacpp_backend`` may be."""
+        return (EMBEDDED_BACKEND, PATH_BACKEND, *self.backends)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +145,8 @@ class NodeConfig:
     api: ApiSection = ApiSection()
     console: ConsoleSection = ConsoleSection()
     mesh: MeshSection = MeshSection()
+    recipes: Mapping[str, Recipe] = field(default_factory=lambda: dict(BUILTIN_RECIPES))
+    """Every recipe of this node: those built in, as ``[recipes.NAME]`` changes them, and its own."""
     configured: bool = False
     """Whether ``mesh.toml`` exists; without it the node is idle."""
 
@@ -165,6 +183,9 @@ ENVIRONMENT: dict[str, tuple[str, str]] = {
     "MESH_HOST": ("mesh", "host"),
     "MESH_MAX_LOADED_MODELS": ("models", "max_loaded_models"),
     "MESH_ENGINE": ("engine", "path"),
+    "MESH_CTX_SIZE": ("engine", "context_tokens"),
+    "MESH_LLAMACPP_ARGS": ("engine", "extra_args"),
+    "MESH_LLAMACPP_BACKEND": ("engine", "backend"),
 }
 """Variables that override the file: name -> (section, key)."""
 
@@ -193,11 +214,13 @@ def build_config(
     """Pure part of :func:`load_config`. Raises: ConfigError."""
     values: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for name, section in document.items():
+        if name == "recipes":
+            continue
         if name not in SECTIONS:
-            raise ConfigError(f"{source}: unknown section [{name}]{_nearest(name, SECTIONS)}")
+            raise ConfigError(f"{source}: unknown section [{name}]{_nearest(name, (*SECTIONS, 'recipes'))}")
         if not isinstance(section, dict):
             raise ConfigError(f"{source}: [{name}] must be a section, not a value; write [{name}] on its own line")
-        known = [field.name for field in fields(SECTIONS[name])]
+        known = [entry.name for entry in fields(SECTIONS[name])]
         for key, value in section.items():
             if key not in known:
                 raise ConfigError(f"{source}: unknown key {name}.{key}{_nearest(key, known)}")
@@ -206,16 +229,30 @@ def build_config(
     for variable, (name, key) in ENVIRONMENT.items():
         text = environ.get(variable)
         if text:
-            values[name][key] = text
+            values[name][key] = split_args(text, source=variable) if key == "extra_args" else text
             said_by[f"{name}.{key}"] = variable
     limits = values["models"].get("max_loaded_models")
     if limits is not None:
         where = said_by.get("models.max_loaded_models", source)
         values["models"]["max_loaded_models"] = parse_limits(limits, source=where)
     sections = {name: _validated(name, cls, values[name], source, said_by) for name, cls in SECTIONS.items()}
-    config = NodeConfig(**sections, configured=configured)
+    recipes = _recipes(document.get("recipes", {}), source)
+    config = NodeConfig(**sections, recipes=recipes, configured=configured)
     _check(config, source, said_by)
     return config
+
+
+def _recipes(document: Any, source: str) -> dict[str, Recipe]:
+    """The built-in recipes with those of ``[recipes.NAME]`` put over them. Raises: ConfigError."""
+    if not isinstance(document, dict) or not all(isinstance(values, dict) for values in document.values()):
+        raise ConfigError(f"{source}: a recipe is a section; write [recipes.NAME] on its own line")
+    recipes = dict(BUILTIN_RECIPES)
+    for name, values in document.items():
+        for key in values:
+            if key not in RECIPE_KEYS:
+                raise ConfigError(f"{source}: unknown key recipes.{name}.{key}{_nearest(key, RECIPE_KEYS)}")
+        recipes[name] = changed_recipe(name, _checked(f"recipes.{name}", Recipe, values, source, {}), source=source)
+    return recipes
 
 
 def parse_limits(value: Any, *, source: str) -> tuple[int, ...]:
@@ -233,9 +270,13 @@ def parse_limits(value: Any, *, source: str) -> tuple[int, ...]:
     return limits
 
 
-def _validated(
+def _validated(name: str, cls: type[Any], values: dict[str, Any], source: str, said_by: Mapping[str, str]) -> Any:
+    return cls(**_checked(name, cls, values, source, said_by))
+
+
+def _checked(
     name: str, cls: type[Any], values: dict[str, Any], source: str, said_by: Mapping[str, str]
-) -> Any:
+) -> dict[str, Any]:
     hints = get_type_hints(cls)
     checked: dict[str, Any] = {}
     for key, value in values.items():
@@ -248,7 +289,7 @@ def _validated(
         except (ValidationError, ValueError) as error:
             why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else str(error)
             raise ConfigError(f"{_where(source, said_by, name, key)} = {value!r}: {why}") from None
-    return cls(**checked)
+    return checked
 
 
 LOWEST = {"gpu_layers": -1, "parallel": 1, "queue_limit": 1, "max_body_bytes": 1}
@@ -283,6 +324,20 @@ def _check(config: NodeConfig, source: str, said_by: Mapping[str, str]) -> None:
                 f"{source}: mesh.advertise: {place!r} is no place to reach this node; write HOST or HOST:PORT, "
                 "IPv6 as [ADDRESS]:PORT"
             )
+    engine = config.engine
+    for name, program in engine.backends.items():
+        if name in (EMBEDDED_BACKEND, PATH_BACKEND) or not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", name):
+            raise ConfigError(
+                f"{source}: engine.backends.{name}: a build is named with letters, digits, '.', '_' and '-', and not "
+                f"{EMBEDDED_BACKEND} or {PATH_BACKEND}, which mean something already"
+            )
+        if not program:
+            raise ConfigError(f"{source}: engine.backends.{name} is empty; give the path of a llama-server")
+    if engine.backend and engine.backend not in engine.backend_names:
+        where = _where(source, said_by, "engine", "backend")
+        raise ConfigError(f"{where} = {engine.backend!r}: known are {', '.join(engine.backend_names)}")
+    if why := refusal(engine.extra_args):
+        raise ConfigError(f"{_where(source, said_by, 'engine', 'extra_args')}: {why}")
     if not 0.05 <= config.node.cpu_share <= 1:
         raise ConfigError(f"{source}: node.cpu_share = {config.node.cpu_share}: between 0.05 and 1")
 
@@ -319,8 +374,8 @@ def changed_keys(old: NodeConfig, new: NodeConfig) -> tuple[str, ...]:
     for name, cls in SECTIONS.items():
         before, after = getattr(old, name), getattr(new, name)
         changed += [
-            f"{name}.{field.name}"
-            for field in fields(cls)
-            if getattr(before, field.name) != getattr(after, field.name)
+            f"{name}.{entry.name}" for entry in fields(cls) if getattr(before, entry.name) != getattr(after, entry.name)
         ]
+    names = sorted({*old.recipes, *new.recipes})
+    changed += [f"recipes.{name}" for name in names if old.recipes.get(name) != new.recipes.get(name)]
     return tuple(changed)

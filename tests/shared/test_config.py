@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ def test_an_empty_file_configures_the_node(tmp_path: Path) -> None:
 def test_every_section_and_key_of_the_dataclasses_can_be_set() -> None:
     """Whatever is declared is reachable from the file, with its own default as value."""
     document = {
-        name: {field.name: list(value) if isinstance(value := field.default, tuple) else value for field in fields(cls)}
+        name: {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(cls()).items()}
         for name, cls in SECTIONS.items()
     }
     assert built(document) == NodeConfig(configured=True)
@@ -152,6 +152,9 @@ def test_a_variable_overrides_the_file(variable: str) -> None:
         "host": ("0.0.0.0", "127.0.0.2", "127.0.0.2"),
         "max_loaded_models": (1, "5,2", (5, 2)),
         "path": ("/a", "/b", "/b"),
+        "context_tokens": (1, "2", 2),
+        "extra_args": (["--a"], "--b 'c d'", ("--b", "c d")),
+        "backend": ("path", "embedded", "embedded"),
     }[key]
     config = built({section: {key: in_file}}, **{variable: in_variable})
     assert getattr(getattr(config, section), key) == expected
@@ -284,3 +287,59 @@ def test_a_place_nobody_could_dial_is_refused() -> None:
         built({"mesh": {"advertise": ["http://x"]}})
     with pytest.raises(ConfigError, match=r"mesh\.transport = 'udp'"):
         built({"mesh": {"transport": "udp"}})
+
+
+def test_recipes_are_added_and_changed_by_sections() -> None:
+    """docs/spec/recipes.md 5: `[recipes.NAME]` adds a recipe, or changes the keys it names of one that is built in."""
+    own = {
+        "program": "/opt/x",
+        "arguments": ["--port", "{port}"],
+        "endpoints": ["/v1/embeddings"],
+        "processors": ["npu"],
+    }
+    config = built({"recipes": {"mine": own, "flm": {"program": "/opt/flm"}}})
+    assert config.recipes["mine"].types == ("embedding",)
+    assert config.recipes["mine"].processors == {"npu"}
+    assert config.recipes["flm"].program == "/opt/flm"
+    assert config.recipes["llamacpp"] == built().recipes["llamacpp"]
+    assert changed_keys(built(), config) == ("recipes.flm", "recipes.mine")
+
+
+def test_a_recipe_that_cannot_work_is_refused_with_its_place() -> None:
+    """docs/spec/recipes.md 6: a recipe that could not start, listen or be asked is refused when it is read."""
+    assert refusal({"recipes": {"mine": {"programm": "x"}}}) == (
+        "mesh.toml: unknown key recipes.mine.programm; did you mean program?"
+    )
+    assert refusal({"recipes": {"flm": {"processors": ["tpu"]}}}).startswith(
+        "mesh.toml: recipes.flm.processors = ['tpu']"
+    )
+    assert "do not say which port" in refusal({"recipes": {"flm": {"arguments": ["serve"], "type_arguments": {}}}})
+    assert "write [recipes.NAME]" in refusal({"recipes": {"mine": 1}})
+    assert "did you mean recipes?" in refusal({"recipe": {}})
+
+
+def test_named_builds_of_llama_cpp() -> None:
+    """docs/spec/options.md: a build is `embedded`, `path` or a name of `engine.backends`."""
+    engine = built({"engine": {"backends": {"vulkan": "/opt/v/llama-server"}, "backend": "vulkan"}}).engine
+    assert engine.backend_names == ("embedded", "path", "vulkan")
+    assert refusal({"engine": {"backend": "vulkan"}}).endswith("'vulkan': known are embedded, path")
+    assert refusal(MESH_LLAMACPP_BACKEND="rocm").startswith("MESH_LLAMACPP_BACKEND (for engine.backend) = 'rocm'")
+    assert "which mean something already" in refusal({"engine": {"backends": {"path": "/x"}}})
+    assert "engine.backends.a is empty" in refusal({"engine": {"backends": {"a": ""}}})
+
+
+def test_options_of_the_environment_win_over_the_file() -> None:
+    """docs/spec/options.md 1: command line, then environment, then mesh.toml."""
+    engine = built(
+        {"engine": {"context_tokens": 1, "extra_args": ["--x"]}},
+        MESH_CTX_SIZE="8192",
+        MESH_LLAMACPP_ARGS="--chat-template 'a b' --mlock",
+    ).engine
+    assert engine.context_tokens == 8192
+    assert engine.extra_args == ("--chat-template", "a b", "--mlock")
+    assert refusal(MESH_CTX_SIZE="many").startswith("MESH_CTX_SIZE (for engine.context_tokens) = 'many'")
+    assert refusal(MESH_LLAMACPP_ARGS="--x 'a") == 'MESH_LLAMACPP_ARGS = "--x \'a": a quotation mark is not closed'
+    assert refusal(MESH_LLAMACPP_ARGS="--port 1").startswith(
+        "MESH_LLAMACPP_ARGS (for engine.extra_args): not to be given"
+    )
+    assert "mesh.toml: engine.extra_args: not to be given" in refusal({"engine": {"extra_args": ["-m", "x"]}})
