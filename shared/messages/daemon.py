@@ -11,6 +11,8 @@ class Done:
     """A request was carried out; ``detail`` is a sentence for people, possibly empty."""
 
     detail: str = ""
+    subject: str = ""
+    """The name of what it was about, where the request could not know it: a pulled model's."""
 
 
 @message
