@@ -67,6 +67,10 @@ class HereStatus:
     pid: int
     port: int
     log_path: str
+    recipe: str = "llamacpp"
+    processors: tuple[str, ...] = ()
+    """What it computes on: cpu, gpu, npu."""
+    pinned: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +184,21 @@ class NodeView:
     engine: str
     engine_reason: str
     scanning: bool
+    max_loaded_models: tuple[int, ...] = ()
+    """For llm, embedding, reranking, audio, image; -1 without limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DownloadView:
+    """A download of this node that has not ended, or failed."""
+
+    model: str
+    checkpoint: str
+    state: str
+    reason: str
+    bytes_done: int
+    bytes_total: int
+    bytes_per_second: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,6 +225,7 @@ class NodeStatus:
     daemons: tuple[DaemonStatus, ...]
     models: tuple[ModelStatus, ...]
     skipped: tuple[SkippedView, ...]
+    downloads: tuple[DownloadView, ...] = ()
     peers: tuple[PeerStatus, ...]
     join: tuple[JoinStepStatus, ...] = ()
     """Empty unless somebody asked this gossipd to join."""

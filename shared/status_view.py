@@ -14,12 +14,14 @@ from urllib.parse import urlsplit
 from shared.codec import Message
 from shared.ids import DAEMONS, ModelName
 from shared.messages.daemon import DaemonInfo
+from shared.messages.downloads import DownloadChanged
 from shared.messages.mesh import MemberChanged, MeshIdentityChanged, ProxyChanged, TunnelChanged
 from shared.messages.models import (
     AssignmentsChanged,
     CatalogChanged,
     DeviceChanged,
     InventoryChanged,
+    LimitsChanged,
     LocalModel,
     MeshModel,
     SlotChanged,
@@ -29,6 +31,7 @@ from shared.messages.tunnel import LinkChanged
 from shared.node_status import (
     Addresses,
     DaemonStatus,
+    DownloadView,
     HereStatus,
     ModelStatus,
     ModelStatusWord,
@@ -121,6 +124,7 @@ def build_status(
         if inventory
         else (),
         peers=peers,
+        downloads=_downloads(_all(snapshots.get("launcherd"), DownloadChanged)),
         join=join_steps(_one(snapshots.get("gossipd"), JoinChanged)),
         hints=(),
     )
@@ -133,6 +137,22 @@ def _one(messages: Sequence[Message] | None, cls: type[T]) -> T | None:
 
 def _all(messages: Sequence[Message] | None, cls: type[T]) -> list[T]:
     return [message for message in messages or () if isinstance(message, cls)]
+
+
+def _downloads(said: Iterable[DownloadChanged]) -> tuple[DownloadView, ...]:
+    return tuple(
+        DownloadView(
+            model=item.model,
+            checkpoint=item.checkpoint,
+            state=item.state,
+            reason=item.reason,
+            bytes_done=item.bytes_done,
+            bytes_total=item.bytes_total,
+            bytes_per_second=item.bytes_per_second,
+        )
+        for item in said
+        if item.state not in ("done", "cancelled")
+    )
 
 
 def _port(url: str) -> int | None:
@@ -189,6 +209,7 @@ def _node(
 ) -> NodeView:
     identity = _one(snapshots.get("gossipd"), MeshIdentityChanged)
     device = _one(snapshots.get("launcherd"), DeviceChanged)
+    limits = _one(snapshots.get("launcherd"), LimitsChanged)
     own = next((member.announcement for member in members if member.is_self), None)
     return NodeView(
         peer_id=tunnel.peer_id if tunnel else own.peer_id if own else "",
@@ -204,6 +225,7 @@ def _node(
         engine=device.engine if device else "",
         engine_reason=device.engine_reason if device else "",
         scanning=inventory.scanning if inventory else False,
+        max_loaded_models=limits.max_loaded_models if limits else (),
     )
 
 
@@ -290,6 +312,9 @@ def _here(slot: SlotChanged) -> HereStatus:
         pid=slot.pid,
         port=slot.port,
         log_path=slot.log_path,
+        recipe=slot.recipe,
+        processors=slot.processors,
+        pinned=slot.pinned,
     )
 
 

@@ -34,6 +34,7 @@ from shared.messages.models import (
     CatalogChanged,
     DeviceChanged,
     InventoryChanged,
+    LimitsChanged,
     PlaceModel,
     RoutesChanged,
     SlotChanged,
@@ -42,11 +43,13 @@ from shared.messages.trust import PeersWanted
 from shared.paths import NodePaths
 
 
-def config_stimulus(config: NodeConfig) -> ConfigApplied:
+def config_stimulus(config: NodeConfig, limits: LimitsChanged | None = None) -> ConfigApplied:
+    """``limits`` is what launcherd goes by, which may have been changed while the node runs."""
+    each = limits.max_loaded_models if limits else [config.slot_limit(type) for type in MODEL_TYPES]
     return ConfigApplied(
         configured=config.configured,
         named=tuple(ModelName(name) for name in config.models.serve),
-        slot_limits={type: config.slot_limit(type) for type in MODEL_TYPES},
+        slot_limits=dict(zip(MODEL_TYPES, each, strict=False)),
         client=config.node.client,
     )
 
@@ -64,6 +67,7 @@ class Electiond:
             self.elections, self.perform, quiet=(Tick, SlotChanged, MemberChanged)
         )
         self.bus = BusServer("electiond", paths, self, self.answer, self.tasks)
+        self._limits: LimitsChanged | None = None
         self._tokens = 0
         self._logged_routes = ""
         self._replies: dict[int, asyncio.Future[codec.Message]] = {}
@@ -81,11 +85,21 @@ class Electiond:
         match message:
             case InventoryChanged() | DeviceChanged() | SlotChanged() | MemberChanged() | PeersWanted():
                 self.drive.post(message)
+            case LimitsChanged():
+                self._limit(message)
+
+    def _limit(self, limits: LimitsChanged) -> None:
+        if limits != self._limits:
+            self._limits = limits
+            self.drive.post(config_stimulus(self.config, limits))
 
     def on_launcher(self, messages: list[codec.Message]) -> None:
         inventory = next((item for item in messages if isinstance(item, InventoryChanged)), None)
         device = next((item for item in messages if isinstance(item, DeviceChanged)), None)
         slots = tuple(item for item in messages if isinstance(item, SlotChanged))
+        for limits in messages:
+            if isinstance(limits, LimitsChanged):
+                self._limit(limits)
         self.drive.post(LauncherReplaced(inventory=inventory, device=device, slots=slots))
 
     def on_members(self, messages: list[codec.Message]) -> None:
@@ -159,7 +173,7 @@ class Electiond:
                 mine = ("models.serve", "models.max_loaded_models", "node.client")
                 changed = tuple(key for key in changed_keys(self.config, new) if key in mine)
                 self.config = new
-                self.drive.post(config_stimulus(new))
+                self.drive.post(config_stimulus(new, self._limits))
                 return ConfigReloaded(changed=changed, needs_restart=())
         raise RequestRefused("not_for_me", f"electiond does not serve {type(request).__name__}")
 

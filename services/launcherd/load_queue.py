@@ -134,8 +134,7 @@ class LoadQueue:
             if not room.blocked:
                 return slot, room
             if room.pinned and not only_assigned:
-                book.queue.remove(slot_id)
-                book.give_up(slot, "all_pinned", all_pinned(slot.name, room.blocked))
+                book.turn_away(slot, "all_pinned", all_pinned(slot.name, room.blocked))
                 continue
             slot.reason = f"waits, because {room.blocked}"
             self._blocked.append(slot_id)

@@ -50,7 +50,7 @@ from shared.messages.models import (
 HEALTH_SECONDS = 10.0
 """A ready engine is asked whether it lives at least so often. Its exit is noticed at once anyway."""
 HISTORY_LIMIT = 400
-UNCOOLED_CODES = frozenset({"model_file_missing", "model_too_large", "all_pinned"})
+UNCOOLED_CODES = frozenset({"model_file_missing", "model_too_large"})
 """Failures without an attempt: the model may be asked for again at once."""
 
 
@@ -254,6 +254,16 @@ class SlotBook:
         for old in self.of(slot.name):
             if old.state == "failed" and old is not slot:
                 self.drop(old, "failed again", "replaced")
+
+    def turn_away(self, slot: Slot, code: str, detail: str) -> None:
+        """Drop a queued load and refuse whoever waits for it: as things are now it has no place."""
+        refused = Refused(code=code_of(code), detail=detail)
+        for token in slot.loaders:
+            self.reply(token, refused)
+        slot.loaders.clear()
+        for waiter in list(self.leases.line(slot.name)):
+            self.refuse(waiter, refused)
+        self.drop(slot, detail, "dropped")
 
     def failure_record(self, name: ModelName) -> FailureRecord:
         return self.failures.setdefault(name, FailureRecord())

@@ -72,7 +72,9 @@ def _on_disk(book: SlotBook, name: ModelName) -> list[str]:
         return [not_found_words(name, book.models).capitalize() + "."]
     file = known.file
     words = f"{name} is on this node's disk: {file.type}, {size_words(file.file_size_bytes)}, {file.path}."
-    return [words] if book.of(name) else [words, "It is not loaded."]
+    if book.of(name):
+        return [words]
+    return [words, "It is not loaded" + (", but pinned for when it is." if name in book.pinned else ".")]
 
 
 def _slot_words(book: SlotBook, slot: Slot, now: float) -> str:

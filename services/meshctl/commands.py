@@ -25,6 +25,8 @@ VERBS: dict[str, tuple[str, str]] = {
     "models": ("models", "List, show and delete models."),
     "load": ("load", "Load a model and wait until it is ready."),
     "unload": ("load", "Unload a model, or all of them."),
+    "pin": ("pin", "Keep a model loaded when others want its place."),
+    "unpin": ("pin", "Let a model make room for others again."),
     "chat": ("chat", "Talk to a model."),
     "run": ("chat", "Start the node if need be, load a model and talk to it."),
     "doctor": ("doctor", "Check this machine and say what is missing and how to get it."),

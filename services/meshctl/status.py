@@ -117,6 +117,8 @@ def _parts(view: NodeStatus, width: int) -> list[Any]:
     parts: list[Any] = [head, lines, *_join_part(view), Text(), _daemon_table(view, width)]
     if view.models:
         parts += [Text(), _model_table(view.models, width)]
+    if view.downloads:
+        parts += [Text(), _download_table(view, width)]
     if view.hints:
         parts += [Text(), Text("\n".join(f"next: {clean(hint)}" for hint in view.hints))]
     return parts
@@ -196,6 +198,20 @@ def _model_table(models: tuple[ModelStatus, ...], width: int) -> Any:
     return table([headers[at] for at in keep], [[row[at] for at in keep] for row in rows], state_column=1, width=width)
 
 
+def _download_table(view: NodeStatus, width: int) -> Any:
+    rows = [
+        (
+            item.model,
+            item.state,
+            f"{size(item.bytes_done)} of {size(item.bytes_total)}" if item.bytes_total else "",
+            f"{size(int(item.bytes_per_second))}/s" if item.bytes_per_second else "",
+            item.reason,
+        )
+        for item in view.downloads
+    ]
+    return table(["DOWNLOAD", "STATE", "BYTES", "RATE", "REASON"], rows, state_column=1, width=width)
+
+
 def busy(model: ModelStatus) -> str:
     """``2/4 +3``: requests running, how many could, how many wait."""
     here = model.here
@@ -241,6 +257,8 @@ def _until(node: Node) -> Any:
     minutes = node.config.models.idle_unload_minutes
 
     def words(model: ModelStatus) -> str:
+        if model.here is not None and model.here.pinned:
+            return "pinned"
         if not minutes or model.here is None:
             return "unloaded" if model.builtin else "another needs the room"
         if model.here.busy:

@@ -436,6 +436,7 @@ def test_only_pins_in_the_way() -> None:
         assert answer.code == "all_pinned"
         assert "a is pinned" in answer.detail
         assert "meshctl unpin" in answer.detail
+        assert world.state("b") == "unloaded"
     assert running(world) == {"a"}
     world.advance(61)
     world.assign(("c", "allocation"))

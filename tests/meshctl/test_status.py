@@ -8,7 +8,7 @@ import io
 from rich.console import Console
 
 from services.meshctl.status import render
-from shared.node_status import JoinStepStatus, NodeStatus
+from shared.node_status import DownloadView, JoinStepStatus, NodeStatus
 from shared.status_view import build_status
 
 
@@ -32,6 +32,23 @@ def test_a_join_that_waits_or_failed_is_shown_step_by_step() -> None:
 def test_a_join_that_is_through_is_no_news() -> None:
     assert "joining" not in shown(("token", "done", "invites to home"), ("assigned", "done", "no model"))
     assert "joining" not in shown()
+
+
+def test_downloads_are_shown_with_how_far_they_are_and_why_they_failed() -> None:
+    empty: NodeStatus = build_status({}, {}, ())
+    assert "DOWNLOAD" not in shown()
+    item = DownloadView(
+        model="tiny", checkpoint="org/tiny:Q4_K_M", state="downloading", reason="file 1 of 2", bytes_done=5_000_000,
+        bytes_total=10_000_000, bytes_per_second=1_500_000.0,
+    )  # fmt: skip
+    failed = dataclasses.replace(item, model="phi", state="failed", reason="the disk is full", bytes_per_second=0.0)
+    text = io.StringIO()
+    render(dataclasses.replace(empty, downloads=(item, failed)), Console(file=text, width=100, markup=False))
+    lines = text.getvalue().splitlines()
+    (row,) = [line for line in lines if line.strip().startswith("tiny")]
+    assert "5.0 MB of 10.0 MB" in row
+    assert "1.5 MB/s" in row
+    assert any("phi" in line and "the disk is full" in line for line in lines)
 
 
 def test_what_a_peer_says_cannot_write_to_the_terminal() -> None:

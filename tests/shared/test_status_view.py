@@ -13,6 +13,7 @@ from pydantic import TypeAdapter
 from shared.codec import Message
 from shared.ids import DAEMONS, BootId, MeshId, ModelName, PeerId, SlotId
 from shared.messages.daemon import DaemonInfo
+from shared.messages.downloads import DownloadChanged, DownloadState
 from shared.messages.mesh import (
     Announcement,
     MemberChanged,
@@ -26,6 +27,7 @@ from shared.messages.models import (
     CatalogChanged,
     DeviceChanged,
     InventoryChanged,
+    LimitsChanged,
     LocalModel,
     MeshModel,
     SkippedFile,
@@ -69,6 +71,12 @@ def slot(model: str, state: str, reason: str, slot_id: str = "s1", **more: Any) 
     )
 
 
+def download(name: str, state: DownloadState, reason: str = "fetching") -> DownloadChanged:
+    return DownloadChanged(
+        model=ModelName(name), checkpoint=f"org/{name}:Q4_K_M", state=state, reason=reason, bytes_done=5, bytes_total=10
+    )
+
+
 def snapshots() -> dict[str, list[Message] | None]:
     return {
         "gossipd": [
@@ -93,7 +101,20 @@ def snapshots() -> dict[str, list[Message] | None]:
                 skipped=(SkippedFile(path="/m/bad.gguf", reason="not a GGUF file"),),
             ),
             DeviceChanged(device="cpu", vram_bytes=8, total_bytes=10, reserve_bytes=2, engine="xllamacpp 1"),
-            slot("qwen", "ready", "loaded in 2.1 s", in_use=1, parallel=4, waiting=2, last_use_age_seconds=3.0),
+            LimitsChanged(max_loaded_models=(2, 1, 1, 1, 1)),
+            download("tiny", "downloading"),
+            download("gone", "cancelled"),
+            download("phi", "failed", reason="the disk is full"),
+            slot(
+                "qwen",
+                "ready",
+                "loaded in 2.1 s",
+                in_use=1,
+                parallel=4,
+                waiting=2,
+                last_use_age_seconds=3.0,
+                pinned=True,
+            ),
         ],
         "proxyd": [ProxyChanged(api_url="http://127.0.0.1:41", console_url="http://127.0.0.1:42", worker_pid=9)],
     }
@@ -139,6 +160,9 @@ def test_a_healthy_node_shows_addresses_ports_models_and_peers() -> None:
     assert (qwen.name, qwen.hosts, qwen.on_disk_here) == ("qwen", ("desk", "attic"), True)
     assert qwen.here is not None
     assert (qwen.here.busy, qwen.here.parallel, qwen.here.waiting) == (1, 4, 2)
+    assert (qwen.here.pinned, qwen.here.recipe, qwen.here.processors) == (True, "llamacpp", ("cpu",))
+    assert status.node.max_loaded_models == (2, 1, 1, 1, 1)
+    assert [(item.model, item.state) for item in status.downloads] == [("tiny", "downloading"), ("phi", "failed")]
     assert [peer.name for peer in status.peers] == ["desk", "attic"]
     assert status.hints[0] == "talk to it: meshctl chat qwen"
     assert "1 file skipped" in status.hints[1]

@@ -15,6 +15,8 @@ MEMORY = Memory(
     slots={SlotId("s-1"): SlotMemory(model=ModelName("m"), options=EngineOptions(extra_args=("--x",)), origin="flag")},
     credits={SlotId("s-1"): {HolderId("h"): 3}},
     declined={ModelName("d"): "unloaded by request"},
+    pinned=frozenset({ModelName("p")}),
+    limits_set=(2, 1),
 )
 
 
@@ -42,6 +44,13 @@ def test_declined_models_are_forgotten_with_the_next_start_of_the_node(tmp_path:
     assert MemoryFile(tmp_path / "m.json", run="1").read().declined == MEMORY.declined
     other = MemoryFile(tmp_path / "m.json", run="2").read()
     assert (other.declined, other.credits) == ({}, MEMORY.credits)
+
+
+def test_pins_outlive_the_node_and_limits_that_were_set_do_not(tmp_path: Path) -> None:
+    MemoryFile(tmp_path / "m.json", run="1").write(MEMORY)
+    assert MemoryFile(tmp_path / "m.json", run="1").read().limits_set == (2, 1)
+    other = MemoryFile(tmp_path / "m.json", run="2").read()
+    assert (other.pinned, other.limits_set) == (MEMORY.pinned, ())
 
 
 def test_the_newest_log_of_each_model_is_known_and_older_ones_are_handed_back(tmp_path: Path) -> None:
