@@ -107,7 +107,8 @@ class SlotBook:
 
     def processors(self, model: KnownModel) -> tuple[Processor, ...]:
         """What its engine computes on here."""
-        return processors(model.recipe, self.device.device if self.device is not None else "cpu")
+        device = self.device.device if self.device is not None else "cpu"
+        return processors(model.recipe, device, self.config.recipes)
 
     def pin(self, name: ModelName, pinned: bool) -> None:
         """For the model's slots, those to come too."""

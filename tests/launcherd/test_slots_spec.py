@@ -15,6 +15,7 @@ from shared.errors import ConfigError
 from shared.ids import ModelName
 from shared.messages.daemon import Done, Refused
 from shared.messages.models import LimitsChanged, ModelLoaded
+from shared.recipes import BUILTIN_RECIPES
 from tests.launcherd.table import GIB, World, config, model
 
 SPEC = Path(__file__).parents[2] / "docs" / "spec" / "slots.md"
@@ -200,6 +201,15 @@ def test_one_model_at_a_time_uses_the_npu(limits: tuple[int, ...]) -> None:
         world.bring_up("a")
         world.bring_up("cpu-llm")
         assert running(world) == {"npu-hybrid", "a", "cpu-llm"}
+
+
+def test_a_recipe_of_the_owner_may_use_the_npu() -> None:
+    mine = replace(BUILTIN_RECIPES["oga-cpu"], name="mine", processors=("npu",))
+    node = replace(config((-1,)), recipes={**BUILTIN_RECIPES, "mine": mine})
+    world = World(node, models=(*NPU_MODELS, model("own", recipe="mine")))
+    world.bring_up("npu-llm")
+    world.bring_up("own")
+    assert running(world) == {"own"}
 
 
 def test_the_npu_is_left_when_its_requests_are_done() -> None:
