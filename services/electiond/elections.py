@@ -262,7 +262,7 @@ class Elections:
             return
         if slot.state == "failed":
             placed = self._assignments.get(slot.model)
-            if placed is not None and placed.origin == "allocation":
+            if placed is not None and placed.origin != "flag":
                 self._decline(slot.model, slot.reason)
         elif slot.state == "ready" and slot.model not in self._assignments and slot.origin != "flag":
             # Also after a restart of electiond: what runs stays where it is.
