@@ -8,6 +8,8 @@ other people can       ...so when there is an API key, inference needs one; and 
 reach a public bind    reach needs one even before the first key exists, unless configuration says not
 anybody on the machine ...may read the management port; changing anything, or reading it from elsewhere,
                        needs the token that only this node's owner can read (``console_token``)
+clients of Lemonade    ...may also download and delete models over the inference port: from this machine, not
+                       through a proxy nor from a foreign page; from elsewhere with that token
 =====================  ================================================================================
 
 Source: DESIGN.md §8 (Host, Origin), TRAPS 36.
@@ -29,6 +31,14 @@ EXPOSED_HEADERS = b"x-request-id, x-mesh-node, x-mesh-queue-ms, x-mesh-overhead-
 REMEMBERED_HOSTS = 256
 NONSENSE = ("", "")
 NO_HOST = Refusal(status=400, code="host_missing", message="the request needs exactly one Host header")
+WRONG_TOKEN = Refusal(
+    status=401,
+    code="invalid_token",
+    message="the token is not this node's; it is in the file console_token of its MESH_HOME",
+    headers=CHALLENGE,
+)
+FORWARDED_BY = frozenset((b"forwarded", b"via", b"x-forwarded-for", b"x-forwarded-host", b"x-real-ip"))
+"""A request with one of these came through a proxy, and its peer address says nothing of who sent it."""
 HEADER_LIST_CHARS = frozenset(b"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789-_, ")
 
 
@@ -131,6 +141,28 @@ class Access:
             headers=CHALLENGE,
         )
 
+    def check_change(self, client_host: str, headers: Headers) -> Refusal | None:
+        """A request on the inference port that :meth:`check` let pass and that changes the machine, as `pull` does.
+
+        Source: docs/spec/lemonade.md.
+        """
+        tokens = [value.strip().decode("latin-1") for name, value in headers if name == b"x-mesh-token"]
+        bearer = presented_key(headers, b"x-api-key")
+        if any(self._is_token(presented) for presented in (*tokens, bearer or "")):
+            return None
+        if tokens:
+            return WRONG_TOKEN
+        near = is_loopback_address(client_host) and not any(name in FORWARDED_BY for name, _ in headers)
+        if near and self.check_caller(headers, "management") is None:
+            return None
+        return Refusal(
+            status=401,
+            code="token_required",
+            message="downloading and deleting models and changing limits is for programs on this machine; from "
+            "elsewhere send 'X-Mesh-Token: TOKEN' with the contents of console_token in the node's MESH_HOME",
+            headers=CHALLENGE,
+        )
+
     def check_management(self, method: str, client_host: str, headers: Headers) -> Refusal | None:
         """A request on the management port. ``client_host`` is the other end's address, empty when unknown."""
         refusal = self.check_caller(headers, "management")
@@ -140,12 +172,7 @@ class Access:
         if presented is not None:
             if self._is_token(presented):
                 return None
-            return Refusal(
-                status=401,
-                code="invalid_token",
-                message="the token is not this node's; it is in the file console_token of its MESH_HOME",
-                headers=CHALLENGE,
-            )
+            return WRONG_TOKEN
         if method not in READ_METHODS:
             why = "changing something"
         elif not is_loopback_address(client_host):

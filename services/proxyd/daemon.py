@@ -19,6 +19,7 @@ from services.proxyd.io.http_service import HttpService, LibraryLog
 from services.proxyd.io.inference_api import InferenceApp
 from services.proxyd.io.keeper_client import KeeperClient, ListenerNote, wanted_listeners
 from services.proxyd.io.management_gate import ManagementGate
+from services.proxyd.local_view import LocalView
 from services.proxyd.mesh_view import MeshView
 from services.proxyd.metrics import Metrics
 from services.proxyd.requests_log import RequestsLog
@@ -79,6 +80,7 @@ class Worker:
         self._launcherd = BusClient("launcherd", paths)
         self._gossipd = BusClient("gossipd", paths)
         self._view = MeshView()
+        self._local = LocalView()
         self._requests = RequestsLog()
         self._node_name = config.node.name or socket.gethostname()
         self._metrics = Metrics(
@@ -97,6 +99,8 @@ class Worker:
         )
         self._inference = InferenceApp(
             view=self._view,
+            local=self._local,
+            ask_launcherd=self._ask_launcherd,
             leases=self._leases,
             place=self._place,
             access=self._access,
@@ -200,6 +204,7 @@ class Worker:
         def on_snapshot(messages: list[codec.Message]) -> None:
             self._view.replace(daemon, messages)
             if daemon == "launcherd":
+                self._local.replace(messages, now=time.time())
                 self._leases.on_snapshot(messages)
             elif daemon == "electiond":
                 self._inference.note_hosts()
@@ -207,6 +212,7 @@ class Worker:
         def on_message(message: codec.Message) -> None:
             self._view.apply(message)
             if daemon == "launcherd":
+                self._local.apply(message, now=time.time())
                 self._leases.on_message(message)
             elif isinstance(message, RoutesChanged):
                 self._inference.note_hosts()
@@ -217,6 +223,9 @@ class Worker:
                 self._leases.on_new_boot()
 
         return Mirror(daemon, self.paths, on_snapshot, on_message, on_new_boot)
+
+    async def _ask_launcherd(self, message: codec.Message, deadline_seconds: float) -> codec.Message:
+        return await self._launcherd.request(message, deadline_seconds=deadline_seconds)
 
     async def _place(self, model: ModelName, avoid: tuple[PeerId, ...]) -> ModelPlaced:
         reply = await self._electiond.request(PlaceModel(model=model, avoid=avoid), deadline_seconds=PLACE_SECONDS)

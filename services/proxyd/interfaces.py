@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from services.proxyd.requests_log import RequestRecord
+from shared.codec import Message
 from shared.ids import ModelName, PeerId
 from shared.messages.models import ModelPlaced
 
@@ -30,6 +31,10 @@ class AccessCheck(Protocol):
 
     def check(self, headers: Headers, port: Port) -> Refusal | None:
         """None when the request may pass."""
+        ...
+
+    def check_change(self, client_host: str, headers: Headers) -> Refusal | None:
+        """The same for what changes the machine. ``client_host``: the other end's address, empty when unknown."""
         ...
 
     def preflight(self, headers: Headers, port: Port) -> list[tuple[bytes, bytes]] | None:
@@ -59,3 +64,5 @@ Place = Callable[[ModelName, tuple[PeerId, ...]], Awaitable[ModelPlaced]]
 Raises: RequestRefused, DaemonUnreachable."""
 Idle = Callable[[], bool]
 """Whether the node has no ``mesh.toml``."""
+AskLauncherd = Callable[[Message, float], Awaitable[Message]]
+"""Asks launcherd; the second argument is the deadline in seconds. Raises: RequestRefused, DaemonUnreachable."""

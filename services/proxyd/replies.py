@@ -118,5 +118,10 @@ def model_entry(model: MeshModel, node_name: Callable[[PeerId], str]) -> dict[st
     }
 
 
-def models_list(models: Iterable[MeshModel], node_name: Callable[[PeerId], str]) -> dict[str, Any]:
-    return {"object": "list", "data": [model_entry(model, node_name) for model in models]}
+def models_list(
+    models: Iterable[MeshModel],
+    node_name: Callable[[PeerId], str],
+    more: Callable[[MeshModel], dict[str, Any]] = lambda _model: {},
+) -> dict[str, Any]:
+    """``more`` is what else is known of a model."""
+    return {"object": "list", "data": [model_entry(model, node_name) | more(model) for model in models]}

@@ -54,6 +54,8 @@ class RequestRecord:
     completion_tokens: int | None = None
     tokens_per_second: float | None = None
     """As the engine measured its own generation."""
+    cached_tokens: int | None = None
+    prompt_seconds: float | None = None
 
     def answered(self, status: int, usage: Usage) -> None:
         """An engine's answer was sent to its end."""
@@ -61,6 +63,8 @@ class RequestRecord:
         self.prompt_tokens = usage.prompt_tokens
         self.completion_tokens = usage.completion_tokens
         self.tokens_per_second = usage.tokens_per_second
+        self.cached_tokens = usage.cached_tokens
+        self.prompt_seconds = usage.prompt_seconds
 
 
 class RequestsLog:
@@ -70,6 +74,8 @@ class RequestsLog:
         self._active: dict[int, RequestRecord] = {}
         self._recent: deque[RequestRecord] = deque(maxlen=recent_limit)
         self.requests_total = 0
+        self.latest_answered: RequestRecord | None = None
+        """The newest one that an engine answered to its end: whole, and never changed again."""
         self.outcomes: dict[str, int] = {}
 
     def begin(self, record: RequestRecord) -> None:
@@ -82,6 +88,8 @@ class RequestsLog:
         outcome = record.outcome
         self.outcomes[outcome] = self.outcomes.get(outcome, 0) + 1
         self._recent.append(record)
+        if outcome == "ok":
+            self.latest_answered = record
 
     @property
     def active_count(self) -> int:

@@ -19,8 +19,8 @@ PARSED_BYTES = 4 * 1024
 """Up to here parsing (1 µs for a short chat answer) is cheaper than searching."""
 
 _FIELD = re.compile(
-    rb'"((?:prompt|completion|(?:cache_read_|cache_creation_)?input|output)_tokens|(?:prompt|cache|predicted)_n|'
-    rb"predicted_per_second)\"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
+    rb'"((?:prompt|completion|cached|(?:cache_read_|cache_creation_)?input|output)_tokens|(?:prompt|cache|predicted)_n|'
+    rb"prompt_ms|predicted_per_second)\"\s*:\s*(\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)"
 )
 
 Numbers = dict[str, Any]
@@ -34,6 +34,10 @@ class Usage:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     tokens_per_second: float | None = None
+    cached_tokens: int | None = None
+    """Those of the prompt that were not computed again."""
+    prompt_seconds: float | None = None
+    """The engine's own time for the prompt."""
 
 
 NOTHING = Usage()
@@ -64,6 +68,10 @@ def _parsed(body: bytes) -> Usage:
         part = answer.get(key)
         if isinstance(part, dict):
             found.update(part)
+    for key in ("prompt_tokens_details", "input_tokens_details"):
+        part = found.get(key)
+        if isinstance(part, dict):
+            found.update(part)
     return _usage(found, found) if found else NOTHING
 
 
@@ -79,10 +87,19 @@ def _usage(found: Numbers, first: Numbers) -> Usage:
         completion = _number(found, key)
         if completion is not None:
             break
+    cached = _number(first, "cache_read_input_tokens")
+    for key in ("cache_n", "cached_tokens", "cache_read_input_tokens"):
+        value = _number(found, key)
+        if value is not None:
+            cached = value
+            break
+    prompt_milliseconds = _number(found, "prompt_ms")
     return Usage(
         prompt_tokens=None if prompt is None else int(prompt),
         completion_tokens=None if completion is None else int(completion),
         tokens_per_second=_number(found, "predicted_per_second") or None,
+        cached_tokens=None if cached is None else int(cached),
+        prompt_seconds=None if prompt_milliseconds is None else prompt_milliseconds / 1000,
     )
 
 

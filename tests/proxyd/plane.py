@@ -11,6 +11,7 @@ import asyncio
 import http.client
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from services.proxyd.interfaces import Headers, Port, Refusal
 from services.proxyd.io.http_protocol import InferenceProtocol
 from services.proxyd.io.http_service import HttpService
 from services.proxyd.io.inference_api import InferenceApp
+from services.proxyd.local_view import LocalView
 from services.proxyd.mesh_view import MeshView
 from services.proxyd.requests_log import RequestRecord, RequestsLog
 from shared.codec import Message
@@ -154,6 +156,12 @@ class OpenAccess:
             return Refusal(status=403, code="host_not_allowed", message="not a name of this node")
         return None
 
+    def check_change(self, client_host: str, headers: Headers) -> Refusal | None:
+        assert client_host == "127.0.0.1"
+        if (b"x-from", b"elsewhere") in headers:
+            return Refusal(status=401, code="token_required", message="not from this machine")
+        return None
+
     def preflight(self, headers: Headers, port: Port) -> list[tuple[bytes, bytes]] | None:
         return [(b"access-control-allow-origin", b"https://chat.example")]
 
@@ -199,6 +207,7 @@ class Plane:
         self.own_launcherd = own_launcherd
         self.unserved: list[ModelName] = []
         self.view = MeshView()
+        self.local = LocalView()
         self.log = RequestsLog()
         self.metrics = RecordingMetrics()
         self.is_idle = False
@@ -244,6 +253,7 @@ class Plane:
 
     def _publish_slot(self, message: SlotChanged) -> None:
         self.view.apply(message)
+        self.local.apply(message, now=time.time())
         self.leases.on_message(message)
 
     def serve_model(self, model: str, engine_port: int, type: ModelType = "llm", key: str = "engine-key") -> None:
@@ -291,7 +301,7 @@ class Plane:
         if self.own_launcherd:
             server = BusServer("launcherd", self.paths, self.launcherd, self.launcherd.handle, tasks)
             server.start()
-        client = BusClient("launcherd", self.paths)
+        client = self._client = BusClient("launcherd", self.paths)
         self.leases = LeaseClient(
             client, tasks, HolderId("holder-1"),
             queue_limit=self.queue_limit, wait_seconds=self.config.request_wait_seconds,
@@ -306,6 +316,8 @@ class Plane:
             mirror.start(tasks)
         self.app = InferenceApp(
             view=self.view,
+            local=self.local,
+            ask_launcherd=self._ask_launcherd,
             leases=self.leases,
             place=self._place,
             access=OpenAccess(),
@@ -340,11 +352,16 @@ class Plane:
 
     def _snapshot(self, messages: list[Message]) -> None:
         self.view.replace("launcherd", messages)
+        self.local.replace(messages, now=time.time())
         self.leases.on_snapshot(messages)
 
     def _publication(self, message: Message) -> None:
         self.view.apply(message)
+        self.local.apply(message, now=time.time())
         self.leases.on_message(message)
+
+    async def _ask_launcherd(self, message: Message, seconds: float) -> Message:
+        return await self._client.request(message, deadline_seconds=seconds)
 
     def _new_boot(self, _boot: BootId) -> None:
         self.leases.on_new_boot()

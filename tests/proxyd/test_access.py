@@ -259,3 +259,38 @@ def test_a_check_costs_microseconds() -> None:
     for _ in range(2000):
         door.check(headers, "inference")
     assert (time.perf_counter() - started) / 2000 < 100e-6
+
+
+HERE, THERE = "127.0.0.1", "192.168.1.77"
+
+
+@pytest.mark.parametrize(
+    ("client", "headers", "expected"),
+    [
+        (HERE, {}, None),
+        ("::1", {}, None),
+        (HERE, {"authorization": f"Bearer {KEY_TEXT}"}, None),
+        (THERE, {}, "token_required"),
+        ("", {}, "token_required"),
+        (THERE, {"authorization": f"Bearer {KEY_TEXT}"}, "token_required"),
+        (THERE, {"x_mesh_token": TOKEN}, None),
+        (THERE, {"authorization": f"Bearer {TOKEN}"}, None),
+        (THERE, {"authorization": f"Bearer {KEY_TEXT}", "x_mesh_token": TOKEN}, None),
+        (HERE, {"x_mesh_token": "guess"}, "invalid_token"),
+        (HERE, {"x_forwarded_for": THERE}, "token_required"),
+        (HERE, {"forwarded": f"for={THERE}"}, "token_required"),
+        (HERE, {"via": "1.1 proxy"}, "token_required"),
+        (HERE, {"x_forwarded_for": THERE, "x_mesh_token": TOKEN}, None),
+        (HERE, {"origin": "https://chat.example"}, "token_required"),
+        (HERE, {"origin": "http://127.0.0.1:9337"}, None),
+        (HERE, {"origin": "https://chat.example", "x_mesh_token": TOKEN}, None),
+    ],
+)
+def test_what_changes_the_machine_is_for_programs_on_it(
+    client: str, headers: dict[str, str], expected: str | None
+) -> None:
+    """docs/spec/lemonade.md 23: a loopback peer, no proxy's headers, no foreign page; from elsewhere the token."""
+    rules = AccessRules(
+        own_names=RULES.own_names, own_ports=RULES.own_ports, allowed_origins=frozenset(("https://chat.example",))
+    )
+    assert code(access(rules, RING).check_change(client, head(**headers))) == expected

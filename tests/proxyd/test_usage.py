@@ -38,11 +38,11 @@ EMBEDDING = b'{"data":[{"embedding":[0.1]}],"usage": {"prompt_tokens": 3, "total
 @pytest.mark.parametrize(
     ("parts", "expected"),
     [
-        ([CHAT], Usage(6, 20, 135.5)),
-        ([b'data: {"choices":[]}\n\n', STREAM_END], Usage(6, 7, 500.0)),
-        ([MESSAGES], Usage(6, 20, None)),
-        ([MESSAGE_START, b"x" * 100, MESSAGE_END], Usage(6, 4, None)),
-        ([RESPONSE], Usage(6, 8, None)),
+        ([CHAT], Usage(6, 20, 135.5, 0, 0.000507)),
+        ([b'data: {"choices":[]}\n\n', STREAM_END], Usage(6, 7, 500.0, 4)),
+        ([MESSAGES], Usage(6, 20, None, 5)),
+        ([MESSAGE_START, b"x" * 100, MESSAGE_END], Usage(6, 4, None, 5)),
+        ([RESPONSE], Usage(6, 8, None, 5)),
         ([EMBEDDING], Usage(3, None, None)),
         ([b'{"object":"list"}'], Usage()),
         ([], Usage()),

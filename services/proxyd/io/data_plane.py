@@ -143,10 +143,9 @@ def _ascii(name: str) -> bytes:
     return "".join(char if char.isprintable() else "?" for char in name).encode("ascii", "replace")
 
 
-def target_of(scope: Scope) -> bytes:
-    """Path and query as the client wrote them."""
-    path: bytes = scope["raw_path"]
-    return path + b"?" + scope["query_string"] if scope["query_string"] else path
+def target_of(route: InferenceRoute, scope: Scope) -> bytes:
+    """The engine's path, whatever prefix the client used, and the query as it wrote it."""
+    return route.target + b"?" + scope["query_string"] if scope["query_string"] else route.target
 
 
 def mesh_headers(

@@ -320,7 +320,7 @@ class Exchange:
     async def _ask(self, turn: Turn) -> UpstreamResponse:
         """Send the request. Raises: NotReached."""
         plane = self._plane
-        target, forwarded, size = target_of(self._scope), self._incoming.forwarded, len(self._body)
+        target, forwarded, size = target_of(self._route, self._scope), self._incoming.forwarded, len(self._body)
         self._sent_at = time.monotonic()
         if isinstance(turn, Lease):
             address, authority = plane.address(turn.base_url)

@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from services.proxyd.headers import read_headers
-from services.proxyd.interfaces import AccessCheck, Headers, Idle, MetricsSink, Place
+from services.proxyd.interfaces import AccessCheck, AskLauncherd, Headers, Idle, MetricsSink, Place
 from services.proxyd.io.data_plane import DataPlane, Receive, RunningRequests, Scope, Send
 from services.proxyd.io.exchange import Exchange
+from services.proxyd.io.lemonade_api import ClientGone, LemonadeApi
 from services.proxyd.io.remote import Tunnels
 from services.proxyd.io.upstream import UpstreamPool
+from services.proxyd.lemonade import model_facts
+from services.proxyd.local_view import LocalView
 from services.proxyd.mesh_view import MeshView, Unknown
 from services.proxyd.replies import (
     JSON_TYPE,
@@ -32,17 +35,19 @@ from services.proxyd.requests_log import RequestRecord, RequestsLog
 from services.proxyd.resolution import IDLE, LIST_HINT, failure_of
 from services.proxyd.routes import (
     INFERENCE_ROUTES,
-    MODELS_PREFIX,
     ErrorStyle,
     InferenceRoute,
+    LemonadeRoute,
     LocalRoute,
     NoSuchRoute,
     WrongMethod,
     find_route,
+    model_id,
 )
 from shared.config import ApiSection
 from shared.ids import ModelName
 from shared.io.lease_client import LeaseClient
+from shared.messages.models import MeshModel
 from shared.version import VERSION
 
 
@@ -53,6 +58,8 @@ class InferenceApp:
         self,
         *,
         view: MeshView,
+        local: LocalView,
+        ask_launcherd: AskLauncherd,
         leases: LeaseClient,
         place: Place,
         access: AccessCheck,
@@ -67,10 +74,14 @@ class InferenceApp:
         """``unserved`` is told of each request for an existing model that ended without any engine having had it:
         launcherd counts the others (DESIGN §5, demand)."""
         self._view = view
+        self._local_view = local
         self._access = access
         self._log = requests_log
         self._metrics = metrics
         self._idle = idle
+        self._lemonade = LemonadeApi(
+            local=local, mesh=view, requests_log=requests_log, access=access, ask=ask_launcherd, idle=idle
+        )
         self._pool = UpstreamPool()
         self._plane = DataPlane(
             view=view,
@@ -125,6 +136,8 @@ class InferenceApp:
             await self._infer(route, scope, receive, send)
         elif isinstance(route, LocalRoute):
             await self._local(route, scope, send)
+        elif isinstance(route, LemonadeRoute):
+            await self._lemonade_answer(route, scope, receive, send)
         else:
             await self._error(_no_route(route, method, scope["path"]), style, headers, send)
 
@@ -156,16 +169,16 @@ class InferenceApp:
         headers: Headers = scope["headers"]
         match route.answer:
             case "models":
-                await self._json(200, models_list(view.models(), view.node_name), headers, send)
+                await self._json(200, models_list(view.models(), view.node_name, self._facts), headers, send)
             case "model":
-                name = scope["path"].removeprefix(MODELS_PREFIX)
+                name = model_id(scope["path"])
                 model = view.model(name)
                 if model is None:
                     nearest = view.resolve(name, "llm", settled=True)
                     known = nearest if isinstance(nearest, Unknown) else Unknown(name, ())
                     await self._error(failure_of(known, INFERENCE_ROUTES[0]), "openai", headers, send)
                     return
-                await self._json(200, model_entry(model, view.node_name), headers, send)
+                await self._json(200, model_entry(model, view.node_name) | self._facts(model), headers, send)
             case "live":
                 await self._json(200, {"status": "ok"}, headers, send)
             case "health":
@@ -173,6 +186,25 @@ class InferenceApp:
             case "metrics":
                 content_type, body = self._metrics.render()
                 await self._reply(200, [(b"content-type", content_type)], body, headers, send)
+
+    def _facts(self, model: MeshModel) -> dict[str, Any]:
+        """What is known besides of a model that is on this node's disk."""
+        local = self._local_view.on_disk(self._view.local_name(model.name))
+        if local is None:
+            return {}
+        return model_facts(self._local_view, local, self._local_view.registry.get(local.name)) | {"id": model.name}
+
+    async def _lemonade_answer(self, route: LemonadeRoute, scope: Scope, receive: Receive, send: Send) -> None:
+        headers: Headers = scope["headers"]
+        try:
+            value = await self._lemonade.answer(route, scope, receive, send)
+        except Failure as failure:
+            await self._error(failure, "openai", headers, send)
+        except ClientGone:
+            return
+        else:
+            if value is not None:
+                await self._json(200, value, headers, send)
 
     def _health(self) -> dict[str, Any]:
         models = self._view.models()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from services.proxyd.io.data_plane import DataPlane, SilenceWatch, target_of
 from services.proxyd.io.upstream import UpstreamPool
 from services.proxyd.mesh_view import MeshView
+from services.proxyd.routes import InferenceRoute, find_route
 from shared.config import ApiSection
 from tests.waiting import run_async
 
@@ -42,9 +43,12 @@ def test_engine_addresses() -> None:
     assert plane().address("http://[::1]:8080") == (("::1", 8080), b"[::1]:8080")
 
 
-def test_targets_are_as_the_client_wrote_them() -> None:
-    assert target_of({"raw_path": b"/v1/x", "query_string": b""}) == b"/v1/x"
-    assert target_of({"raw_path": b"/v1/%78", "query_string": b"a=%20"}) == b"/v1/%78?a=%20"
+def test_the_engine_sees_the_v1_path_and_the_query_as_the_client_wrote_it() -> None:
+    """docs/spec/lemonade.md 1: the engine always sees the `/v1` path."""
+    route = find_route("POST", "/api/v0/chat/completions")
+    assert isinstance(route, InferenceRoute)
+    assert target_of(route, {"query_string": b""}) == b"/v1/chat/completions"
+    assert target_of(route, {"query_string": b"a=%20"}) == b"/v1/chat/completions?a=%20"
 
 
 def test_each_spell_of_silence_is_told_once() -> None:

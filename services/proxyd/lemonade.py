@@ -1,0 +1,327 @@
+"""What clients of Lemonade Server are shown of this node, under the names they know. Pure views of mirrored state.
+
+Source: docs/spec/lemonade.md; TRAPS 27 (one whole record for ``stats``).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from services.proxyd.local_view import LocalView, SeenSlot
+from services.proxyd.requests_log import RequestRecord
+from shared.ids import ModelName
+from shared.messages.downloads import DownloadChanged, RegisteredModel
+from shared.messages.models import MODEL_TYPES, LocalModel, SlotChanged
+from shared.version import VERSION
+
+GB = 1e9
+GIB = 1024**3
+OWNER = "lemonade"
+"""What Lemonade Server says; some clients tell its models from others' by it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """What this node's own API does with one model."""
+
+    busy: bool = False
+    streaming: bool = False
+    last_use: float = 0.0
+    """Unix time; 0: never."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SystemFacts:
+    """Measured once. Empty and 0: not known."""
+
+    os_version: str = ""
+    processor: str = ""
+    architecture: str = ""
+    cores: int = 0
+    threads: int = 0
+    memory_bytes: int = 0
+
+
+def activity_here(
+    active: Iterable[RequestRecord], recent: Iterable[RequestRecord], *, now: float, unix_now: float
+) -> dict[ModelName, Activity]:
+    """By the mesh's name of the model, of the requests this node's own engines have. ``now`` is monotonic."""
+    found: dict[ModelName, Activity] = {}
+    for record in active:
+        if record.model is not None and record.attempts and not record.elsewhere:
+            streaming = record.streaming and record.first_byte_seconds is not None
+            known = found.get(record.model)
+            found[record.model] = Activity(True, streaming or (known is not None and known.streaming), unix_now)
+    for record in recent:
+        if record.model is not None and record.attempts and not record.elsewhere:
+            ended = unix_now - (now - record.started - record.total_seconds)
+            known = found.get(record.model, Activity())
+            if ended > known.last_use:
+                found[record.model] = Activity(known.busy, known.streaming, ended)
+    return found
+
+
+# -- health -------------------------------------------------------------------------------------------------
+
+
+def health(view: LocalView, activity: Mapping[ModelName, Activity]) -> dict[str, Any]:
+    """``GET health``. ``activity`` by launcherd's names."""
+    loaded = view.loaded()
+    newest = next((seen.slot for seen in loaded if seen.slot.type == "llm"), loaded[0].slot if loaded else None)
+    return {
+        "status": "ok",
+        "version": VERSION,
+        "checkpoint_loaded": None if newest is None else shown_checkpoint(newest.checkpoint),
+        "model_loaded": None if newest is None else newest.model,
+        "all_models_loaded": [_loaded(seen, activity.get(seen.slot.model, Activity())) for seen in loaded],
+        "models_loading": [_starting(seen.slot) for seen in view.starting()],
+        "max_models": {kind: view.limits.get(kind) for kind in MODEL_TYPES},
+        "pinned_models": {
+            kind: sum(seen.slot.pinned for seen in loaded if seen.slot.type == kind) for kind in MODEL_TYPES
+        },
+    }
+
+
+def _starting(slot: SlotChanged) -> dict[str, Any]:
+    return {"model_name": slot.model, "type": slot.type, "status": slot.state, "reason": slot.reason}
+
+
+def _loaded(seen: SeenSlot, activity: Activity) -> dict[str, Any]:
+    slot = seen.slot
+    return {
+        "model_name": slot.model,
+        "checkpoint": shown_checkpoint(slot.checkpoint),
+        "last_use": round(max(seen.last_use, activity.last_use), 3),
+        "type": slot.type,
+        "device": " ".join(slot.processors),
+        "backend_url": f"http://127.0.0.1:{slot.port}/v1",
+        "recipe": slot.recipe,
+        "recipe_options": recipe_options(slot),
+        "pid": slot.pid,
+        "status": slot.state,
+        "loaded": True,
+        "pinned": slot.pinned,
+        "is_busy": activity.busy or slot.in_use > 0 or slot.waiting > 0,
+        "is_streaming": activity.streaming,
+    }
+
+
+def recipe_options(slot: SlotChanged) -> dict[str, Any]:
+    """The options a slot was loaded with, by their names in a load request."""
+    options: dict[str, Any] = {}
+    if slot.context_tokens:
+        options["ctx_size"] = slot.context_tokens
+    if slot.backend:
+        options[f"{slot.recipe}_backend"] = slot.backend
+    if slot.engine_args:
+        options[f"{slot.recipe}_args"] = shlex.join(slot.engine_args)
+    return options
+
+
+def shown_checkpoint(checkpoint: str) -> str:
+    """Where a model came from. Of a file only its name: where it lies is this machine's own business."""
+    return checkpoint.replace("\\", "/").rpartition("/")[2] if checkpoint.startswith(("/", "~")) else checkpoint
+
+
+# -- stats --------------------------------------------------------------------------------------------------
+
+
+def stats(record: RequestRecord | None, requests_total: int) -> dict[str, Any]:
+    """``GET stats``: the newest request that an engine answered, all of it from that one record."""
+    shown: dict[str, Any] = {
+        "time_to_first_token": None,
+        "tokens_per_second": None,
+        "input_tokens": None,
+        "output_tokens": None,
+        "prompt_tokens": None,
+        "cache_tokens": None,
+        "model_name": None,
+        "request_id": None,
+        "request_count_total": requests_total,
+    }
+    if record is None:
+        return shown
+    prompt, cached = record.prompt_tokens, record.cached_tokens
+    first = _first_token_seconds(record)
+    shown |= {
+        "time_to_first_token": None if first is None else round(first, 6),
+        "tokens_per_second": record.tokens_per_second,
+        "input_tokens": prompt if prompt is None or cached is None else max(0, prompt - cached),
+        "output_tokens": record.completion_tokens,
+        "prompt_tokens": prompt,
+        "cache_tokens": cached,
+        "model_name": record.model,
+        "request_id": record.request_id,
+    }
+    return shown
+
+
+def _first_token_seconds(record: RequestRecord) -> float | None:
+    """From the whole request to its first token: a stream's first byte; else what the engine says of the prompt."""
+    if record.streaming:
+        return record.first_byte_seconds
+    return None if record.prompt_seconds is None else record.queue_seconds + record.prompt_seconds
+
+
+# -- models -------------------------------------------------------------------------------------------------
+
+
+def models_list(view: LocalView, *, show_all: bool) -> dict[str, Any]:
+    """``GET models``: what is on this node's disk; with ``show_all`` also what could be."""
+    names = {*view.inventory, *(view.registry if show_all else ())}
+    return {"object": "list", "data": [entry for name in sorted(names) if (entry := model_entry(view, name))]}
+
+
+def model_entry(view: LocalView, name: str) -> dict[str, Any] | None:
+    """``GET models/ID``; None when neither disk nor registry has it."""
+    local = view.on_disk(name)
+    registered = view.registry.get(ModelName(name) if local is None else local.name)
+    if local is None and registered is None:
+        return None
+    return {"object": "model", "created": 0, "owned_by": OWNER, **model_facts(view, local, registered)}
+
+
+def model_facts(view: LocalView, local: LocalModel | None, registered: RegisteredModel | None) -> dict[str, Any]:
+    """What disk, registry and slots tell of one model; one of the first two is there."""
+    named = local or registered
+    assert named is not None
+    size = local.file_size_bytes if local is not None else registered.size_bytes if registered is not None else 0
+    labels = tuple(dict.fromkeys((*(registered.labels if registered else ()), *(local.labels if local else ()))))
+    checkpoint = (local.checkpoint if local else "") or (registered.checkpoint if registered else "")
+    facts: dict[str, Any] = {
+        "id": named.name,
+        "checkpoint": shown_checkpoint(checkpoint),
+        "recipe": named.recipe,
+        "type": named.type,
+        "labels": list(labels),
+        "downloaded": local is not None or (registered is not None and registered.downloaded),
+        "suggested": registered is not None and not registered.user,
+        "size_bytes": size,
+    }
+    if size:
+        facts["size"] = round(size / GB, 3)
+    slots = [seen.slot for seen in view.loaded() if seen.slot.model == named.name]
+    facts["recipe_options"] = recipe_options(slots[0]) if slots else {}
+    if local is not None and local.trained_context_tokens:
+        facts["max_context_window"] = local.trained_context_tokens
+    return facts
+
+
+# -- system-info --------------------------------------------------------------------------------------------
+
+UNKNOWN = "unknown"
+
+
+def system_info(view: LocalView, facts: SystemFacts) -> dict[str, Any]:
+    """``GET system-info``. What nobody has measured is said to be unknown."""
+    return {
+        "OS Version": facts.os_version or UNKNOWN,
+        "Processor": facts.processor or UNKNOWN,
+        "Physical Memory": f"{facts.memory_bytes / GIB:.1f} GB" if facts.memory_bytes else UNKNOWN,
+        "devices": _devices(view, facts),
+        "recipes": _recipes(view),
+    }
+
+
+def _devices(view: LocalView, facts: SystemFacts) -> dict[str, Any]:
+    device = view.device
+    devices: dict[str, Any] = {
+        "cpu": {
+            "name": facts.processor or UNKNOWN,
+            "cores": facts.cores or None,
+            "threads": facts.threads or None,
+            "available": True,
+            "family": facts.architecture or UNKNOWN,
+        },
+        "gpu": {"name": UNKNOWN, "available": None, "reason": "launcherd has not said yet what it computes with"},
+        "npu": _npu(view),
+    }
+    if device is None:
+        return devices
+    if device.device == "cpu":
+        devices["gpu"] = {"name": "none", "available": False, "reason": "launcherd found no GPU that it can use"}
+        return devices
+    gpu = {"name": device.device, "available": True, "vram_gb": round(device.total_bytes / GIB, 1)}
+    devices["gpu"] = gpu
+    vendor = _vendor(device.device)
+    if vendor:
+        devices[f"{vendor}_gpu"] = [gpu]
+    return devices
+
+
+def _npu(view: LocalView) -> dict[str, Any]:
+    users = [seen.slot.model for seen in view.loaded() if "npu" in seen.slot.processors]
+    if users:
+        return {"name": UNKNOWN, "available": True, "reason": f"{users[0]} runs on it"}
+    return {"name": UNKNOWN, "available": None, "reason": "nobody looks for NPUs; a model that runs on one tells"}
+
+
+def _vendor(name: str) -> str:
+    words = name.lower()
+    if any(word in words for word in ("nvidia", "geforce", "rtx", "tesla", "quadro")):
+        return "nvidia"
+    return "amd" if any(word in words for word in ("amd", "radeon", "instinct")) else ""
+
+
+def _recipes(view: LocalView) -> dict[str, Any]:
+    """``llamacpp`` from what launcherd says of its engine; of others only that models here need them."""
+    device = view.device
+    if device is None:
+        backend = _backend([], UNKNOWN, "launcherd has not said yet which engine it has")
+    elif device.engine:
+        runs_on = ["cpu"] if device.device == "cpu" else ["cpu", "gpu"]
+        backend = _backend(runs_on, "installed", "") | {"version": device.engine}
+    else:
+        backend = _backend([], "installable", device.engine_reason, "run 'meshctl doctor' on the node")
+    recipes: dict[str, Any] = {"llamacpp": {"default_backend": "default", "backends": {"default": backend}}}
+    running = {seen.slot.recipe: seen.slot for seen in view.loaded()}
+    named = {model.recipe for model in view.inventory.values()} | {model.recipe for model in view.registry.values()}
+    for recipe in sorted((named | set(running)) - {"llamacpp"}):
+        slot = running.get(recipe)
+        if slot is not None:
+            backend = _backend(list(slot.processors), "installed", "")
+        else:
+            backend = _backend([], UNKNOWN, "no model that needs it has been loaded yet")
+        recipes[recipe] = {"default_backend": "default", "backends": {"default": backend}}
+    return recipes
+
+
+def _backend(devices: list[str], state: str, message: str, action: str = "") -> dict[str, Any]:
+    return {"devices": devices, "state": state, "message": message, "action": action}
+
+
+# -- downloads ----------------------------------------------------------------------------------------------
+
+
+def progress(download: DownloadChanged) -> dict[str, Any]:
+    """The data of a ``progress`` event. Bytes are over all files."""
+    total = download.bytes_total
+    return {
+        "file": download.file,
+        "file_index": download.file_index,
+        "total_files": download.file_count,
+        "bytes_downloaded": download.bytes_done,
+        "bytes_total": total,
+        "percent": min(100, download.bytes_done * 100 // total) if total > 0 else 0,
+        "bytes_per_second": round(download.bytes_per_second),
+        "status": download.state,
+        "reason": download.reason,
+        "model_name": download.model,
+    }
+
+
+def complete(model: str, download: DownloadChanged | None) -> dict[str, Any]:
+    """The data of the ``complete`` event."""
+    files = download.file_count if download is not None else 0
+    size = download.bytes_total if download is not None else 0
+    return {
+        "file_index": files,
+        "total_files": files,
+        "bytes_downloaded": size,
+        "bytes_total": size,
+        "percent": 100,
+        "model_name": model,
+    }
