@@ -105,7 +105,7 @@ class NoRoute(MeshError):
 
 class LoadFailed(MeshError):
     """A model did not become ready. Every kind counts for evict-all-and-retry, but those where no other model can be
-    to blame: :class:`ModelFileMissing`, :class:`EngineMissing`, :class:`StateNotWritable`.
+    to blame: :class:`ModelFileMissing`, :class:`EngineMissing`, :class:`OptionRefused`, :class:`StateNotWritable`.
     """
 
     code = "load_failed"
@@ -127,6 +127,24 @@ class EngineMissing(LoadFailed):
     """No inference engine is installed."""
 
     code = "engine_missing"
+
+
+class OptionRefused(LoadFailed):
+    """An option of a load that may not be given, or means nothing."""
+
+    code = "option_refused"
+
+
+class BackendUnknown(OptionRefused):
+    """A build of llama.cpp that this node does not know."""
+
+    code = "backend_unknown"
+
+
+class RecipeUnknown(OptionRefused):
+    """A model's recipe is not one of this node's."""
+
+    code = "recipe_unknown"
 
 
 class EngineExited(LoadFailed):

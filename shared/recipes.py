@@ -122,13 +122,11 @@ BUILTIN_RECIPES: Mapping[str, Recipe] = MappingProxyType(
                 name="flm",
                 program="flm",
                 arguments=("serve", TYPE_ARGUMENTS, "--host", "{host}", "--port", "{port}", "--quiet"),
-                type_arguments=MappingProxyType(
-                    {
-                        "llm": ("{checkpoint}", "--ctx-len", "{context_tokens}"),
-                        "embedding": ("--embed", "1"),
-                        "audio": ("--asr", "1"),
-                    }
-                ),
+                type_arguments={
+                    "llm": ("{checkpoint}", "--ctx-len", "{context_tokens}"),
+                    "embedding": ("--embed", "1"),
+                    "audio": ("--asr", "1"),
+                },
                 processors=frozenset({"npu"}),
                 endpoints=(
                     *("/v1/chat/completions", "/v1/completions", "/v1/embeddings"),

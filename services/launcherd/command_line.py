@@ -1,21 +1,24 @@
 """From a model and options to the command that serves it.
 
-Both engines are called alike: a `llama-server` binary, or our embedded engine with the same flags. Flags that only
-some builds know are left out when the build is known not to have them. The API key goes into the environment,
-because a command line is visible to every user of the machine.
+Both engines of llama.cpp are called alike: a `llama-server` binary, or our embedded engine with the same flags. Flags
+that only some builds know are left out when the build is known not to have them. Every other engine is called as its
+recipe says. The API key goes into the environment, because a command line is visible to every user of the machine.
 
-Source: DESIGN §7 (types choose engine flags), §4 (loopback, random key); TRAPS 25, 37.
+Source: DESIGN §7 (types choose engine flags), §4 (loopback, random key); TRAPS 25, 37; docs/spec/recipes.md.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 from services.launcherd.model_info import ModelFile, encoder_batch_tokens
-from shared.errors import LoadFailed
+from services.launcherd.recipes import FirstRequest, first_request, recipe_arguments
+from shared.errors import OptionRefused
+from shared.llamacpp_args import refusal
 from shared.messages.models import ModelType
+from shared.recipes import BUILTIN_RECIPES, LLAMACPP, Recipe
 
 DEFAULT_PARALLEL = 4
 DEFAULT_CONTEXT_TOKENS = 16_384
@@ -27,20 +30,6 @@ even if launcherd was killed before it could write down the pid."""
 
 _WITHHELD_PREFIXES = ("LLAMA_ARG_", "MESH_", "SUPERVISOR_")
 _WITHHELD = frozenset({"LLAMA_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "NOTIFY_SOCKET", "MTMD_BACKEND_DEVICE"})
-_RESERVED = """
-    -m --model -mu --model-url -hf -hfr --hf-repo -hff --hf-file -dr --docker-repo --host --port --reuse-port
-    --api-key --api-key-file --api-prefix --ssl-key-file --ssl-cert-file --path --rpc --models-dir --models-preset
-    -c --ctx-size -np --parallel -a --alias --tools --tools-runtime --agent -ag --mcp-servers-config
-    --mcp-servers-json --ui-mcp-proxy --webui-mcp-proxy --help -h --usage --version --log-file --log-disable
-"""
-RESERVED_FLAGS = frozenset(_RESERVED.split())
-"""Flags that launcherd sets itself, or that would open the engine to more than inference."""
-
-
-class OptionRefused(LoadFailed):
-    """An engine option that may not be given, or means nothing."""
-
-    code = "option_refused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +37,7 @@ class Engine:
     """An engine that can be started. `program` is the argv prefix that runs it."""
 
     kind: str
-    """`embedded` or `llama-server`."""
+    """`embedded`, `llama-server`, or the recipe's name."""
     program: tuple[str, ...]
     version: str
     flags: frozenset[str] | None = None
@@ -71,6 +60,10 @@ class EngineOptions:
     pooling: str = ""
     """Embedding models: `mean`, `cls`, `last`; empty: as the file says."""
     extra_args: tuple[str, ...] = ()
+    """For llama.cpp only."""
+    recipe: str = LLAMACPP
+    backend: str = ""
+    """The build of llama.cpp; empty: not known yet, or another recipe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +76,9 @@ class EngineCommand:
     host: str
     port: int
     api_key: str
+    recipe: Recipe = BUILTIN_RECIPES[LLAMACPP]
+    first_request: FirstRequest | None = None
+    """Proves that the engine works; None: its readiness is enough."""
 
     @property
     def type(self) -> ModelType:
@@ -107,19 +103,12 @@ def resolve_options(options: EngineOptions, model: ModelFile, cores: int) -> Eng
     """
     if options.parallel < 1 or options.context_tokens < 0 or options.threads < 0:
         raise OptionRefused("parallel must be at least 1, context_tokens and threads at least 0")
-    for argument in options.extra_args:
-        if argument.partition("=")[0] in RESERVED_FLAGS:
-            raise OptionRefused(f"the engine option {argument} is set by meshd and cannot be given")
-        if "\0" in argument:
-            raise OptionRefused("an engine option has a NUL character in it")
-    return EngineOptions(
+    if why := refusal(options.extra_args):
+        raise OptionRefused(why)
+    return replace(
+        options,
         context_tokens=options.context_tokens or default_context_tokens(model, options.parallel),
-        parallel=options.parallel,
         threads=options.threads or max(1, cores - 1),
-        gpu_layers=options.gpu_layers,
-        cache_ram_mib=options.cache_ram_mib,
-        pooling=options.pooling,
-        extra_args=options.extra_args,
     )
 
 
@@ -142,34 +131,67 @@ def build_command(
     environ: Mapping[str, str],
     mark: str,
     host: str = "127.0.0.1",
+    recipe: Recipe = BUILTIN_RECIPES[LLAMACPP],
+    checkpoint: str = "",
 ) -> EngineCommand:
     """The command that serves `model` with resolved `options` on `host:port`; `mark` is the record's path.
 
     `environ` is inherited but for what would configure the engine behind our back or is none of its business.
-    Raises: OptionRefused for a type that no engine of ours serves.
+    Raises: OptionRefused for a type that the recipe does not serve.
     """
-    argv = [*engine.program, "--model", model.path, "--host", host, "--port", str(port)]
-    argv += ["--ctx-size", str(options.context_tokens), "--parallel", str(options.parallel)]
-    argv += ["--threads", str(options.threads), "--threads-batch", str(options.threads)]
-    if options.gpu_layers >= 0:
-        argv += ["--n-gpu-layers", str(options.gpu_layers)]
-    argv += _if_known(engine, "--alias", model.name.replace(",", "_"))
-    argv += _if_known(engine, "--cache-ram", str(options.cache_ram_mib))
-    argv += _if_known(engine, "--no-webui") or _if_known(engine, "--no-ui")
-    argv += _if_known(engine, "--slots") + _if_known(engine, "--metrics")
-    if model.type == "llm":
-        argv += _if_known(engine, "--jinja")
-    elif model.type in ("embedding", "reranking"):
-        batch = str(encoder_batch_tokens(model.trained_context_tokens))
-        argv += ["--batch-size", batch, "--ubatch-size", batch]
-        argv += ["--reranking"] if model.type == "reranking" else ["--embeddings"]
-        if model.type == "embedding" and options.pooling:
-            argv += ["--pooling", options.pooling]
+    if model.type not in recipe.types:
+        raise OptionRefused(f"the recipe {recipe.name} serves no models of type {model.type}")
+    if recipe.name == LLAMACPP:
+        arguments = (*_llamacpp_arguments(engine, model, options, host, port), *options.extra_args)
     else:
-        raise OptionRefused(f"no engine here serves models of type {model.type}")
-    env = {name: value for name, value in environ.items() if not _withheld(name)}
-    env |= {"LLAMA_API_KEY": api_key, ENGINE_MARK: mark}
-    return EngineCommand(argv=(*argv, *options.extra_args), env=env, model=model, host=host, port=port, api_key=api_key)
+        values = {
+            "model": model.path,
+            "name": model.name,
+            "checkpoint": checkpoint or model.name,
+            "host": host,
+            "port": str(port),
+            "context_tokens": str(options.context_tokens),
+            "parallel": str(options.parallel),
+            "threads": str(options.threads),
+            "api_key": api_key,
+        }
+        arguments = recipe_arguments(recipe, model.type, values)
+    env = {name: value for name, value in environ.items() if not _withheld(name)} | {ENGINE_MARK: mark}
+    if recipe.key_variable:
+        env[recipe.key_variable] = api_key
+    return EngineCommand(
+        argv=(*engine.program, *arguments),
+        env=env,
+        model=model,
+        host=host,
+        port=port,
+        api_key=api_key,
+        recipe=recipe,
+        first_request=first_request(recipe, model.type, checkpoint or model.name),
+    )
+
+
+def _llamacpp_arguments(
+    engine: Engine, model: ModelFile, options: EngineOptions, host: str, port: int
+) -> tuple[str, ...]:
+    arguments = ["--model", model.path, "--host", host, "--port", str(port)]
+    arguments += ["--ctx-size", str(options.context_tokens), "--parallel", str(options.parallel)]
+    arguments += ["--threads", str(options.threads), "--threads-batch", str(options.threads)]
+    if options.gpu_layers >= 0:
+        arguments += ["--n-gpu-layers", str(options.gpu_layers)]
+    arguments += _if_known(engine, "--alias", model.name.replace(",", "_"))
+    arguments += _if_known(engine, "--cache-ram", str(options.cache_ram_mib))
+    arguments += _if_known(engine, "--no-webui") or _if_known(engine, "--no-ui")
+    arguments += _if_known(engine, "--slots") + _if_known(engine, "--metrics")
+    if model.type == "llm":
+        arguments += _if_known(engine, "--jinja")
+    else:
+        batch = str(encoder_batch_tokens(model.trained_context_tokens))
+        arguments += ["--batch-size", batch, "--ubatch-size", batch]
+        arguments += ["--reranking"] if model.type == "reranking" else ["--embeddings"]
+        if model.type == "embedding" and options.pooling:
+            arguments += ["--pooling", options.pooling]
+    return tuple(arguments)
 
 
 def _if_known(engine: Engine, flag: str, *values: str) -> list[str]:

@@ -15,16 +15,15 @@ from pathlib import Path
 
 import psutil
 
-from services.launcherd.command_line import Engine
 from services.launcherd.io.device import measure_device
-from services.launcherd.io.engine_binary import find_engine
+from services.launcherd.io.engine_binary import Installed, find_installed, look_for_programs
 from services.launcherd.io.engine_crew import EngineCrew, remove_logs, unused_logs
 from services.launcherd.io.engine_log import log_tail
 from services.launcherd.io.engine_records import EngineRecord
 from services.launcherd.io.library import LOOK_SECONDS, Library
 from services.launcherd.io.memory_file import MemoryFile
 from services.launcherd.model_names import find_name
-from services.launcherd.options import engine_options
+from services.launcherd.options import listed_options
 from services.launcherd.slot_events import (
     AcquireAsked,
     AssignmentsGiven,
@@ -58,7 +57,7 @@ from services.launcherd.slot_view import explain, snapshot, state_line
 from services.launcherd.slots import SlotTable
 from shared import codec
 from shared.config import NodeConfig, changed_keys, load_config
-from shared.errors import EngineMissing, RequestRefused
+from shared.errors import RequestRefused
 from shared.ids import HolderId, ModelName, SlotId
 from shared.io import log
 from shared.io.bus import BusServer, Mirror
@@ -86,9 +85,11 @@ from shared.messages.models import (
     UnloadModel,
 )
 from shared.paths import NodePaths
+from shared.recipes import BUILTIN_RECIPES, LLAMACPP
 
 NAME = "launcherd"
-OWN_SECTIONS = ("node.", "models.", "engine.")
+OWN_SECTIONS = ("node.", "models.", "engine.", "recipes.")
+MEASURED_KEYS = ("node.", "engine.path", "engine.backend", "recipes.")
 LOG_LINES_LIMIT = 2_000
 CLIENT_WORDS = (
     "this node is a client (node.client in mesh.toml), it loads nothing itself; name another one with --node, or run "
@@ -117,7 +118,8 @@ class Launcher:
         self.library = Library(paths, config, self.drive.post)
         self.crew = EngineCrew(paths.engines, self._engine_news, tasks)
         self.bus: BusServer | None = None
-        self.engine: Engine | None = None
+        self.installed = Installed()
+        self._measured = asyncio.Event()
         self._tokens = itertools.count(1)
         self._replies: dict[ReplyToken, asyncio.Future[codec.Message]] = {}
         self._told: dict[SlotId, str] = {}
@@ -164,17 +166,15 @@ class Launcher:
 
     def _start(self, effect: StartEngine) -> None:
         slot_id, name = effect.slot_id, effect.model.name
-        if self.engine is None:
-            failed = EngineFailed(slot_id=slot_id, code="engine_missing", detail="no inference engine is installed")
-            self.drive.post(failed)
-            return
         try:
             dropped = self.file.new_log(name, str(self.crew.log_path(slot_id)))
         except OSError as error:
             log.error("memory_not_written", reason=str(error))
             dropped = []
         self.tasks.start(asyncio.to_thread(remove_logs, dropped), "old logs")
-        self.crew.start(effect, self.engine, self.config.engine.readiness_seconds)
+        recipe = self.config.recipes.get(effect.options.recipe, BUILTIN_RECIPES[LLAMACPP])
+        seconds = self.config.engine.readiness_seconds
+        self.crew.start(effect, self.installed.engine, recipe, least_readiness_seconds=seconds)
 
     def _reply(self, reply: Reply) -> None:
         future = self._replies.pop(reply.token, None)
@@ -217,8 +217,12 @@ class Launcher:
                 return await self._ask(lambda token: SuspicionRaised(token=token, request=request))
             case LoadModel() if self.config.node.client:
                 raise RequestRefused("client", CLIENT_WORDS)
-            case LoadModel(model=model):
+            case LoadModel(model=model, backend=backend):
+                # Before that the build that runs what names none is not known, and equal options look different.
+                await self._measured.wait()
                 await self._look_for(model)
+                if backend in self.installed.missing_backends:
+                    await self._look_for_programs()
                 return self._checked(await self._ask(lambda token: LoadAsked(token=token, request=request)))
             case UnloadModel():
                 return await self._ask(lambda token: UnloadAsked(token=token, request=request))
@@ -256,12 +260,21 @@ class Launcher:
 
     async def _look_for(self, model: str) -> None:
         """Read the folders again if the model is not known: its file may have come a moment ago."""
-        if find_name(model, self.table.book.models) is not None:
+        name = find_name(model, self.table.book.models)
+        if name is not None:
+            if self.table.book.models[name].recipe in self.installed.missing_recipes:
+                await self._look_for_programs()
             return
         now = asyncio.get_running_loop().time()
         if now - self._rescanned_at >= RESCAN_SECONDS or not self.table.book.models:
             self._rescanned_at = now
             await self.library.scan()
+
+    async def _look_for_programs(self) -> None:
+        """Measure again if a program came or went."""
+        found = await asyncio.to_thread(look_for_programs, self.config, os.environ)
+        if found.seen != self.installed.seen:
+            await self.measure()
 
     def _checked(self, reply: codec.Message) -> codec.Message:
         """Look at the folders again after a file turned out to be gone."""
@@ -286,13 +299,12 @@ class Launcher:
         """Raises: ConfigError, and nothing changed."""
         config = await asyncio.to_thread(load_config, self.paths.config_file, environment())
         changed = [key for key in changed_keys(self.config, config) if key.startswith(OWN_SECTIONS)]
-        engine_changed = config.engine.path != self.config.engine.path
         if config.configured != self.config.configured:
             changed.append("mesh.toml")
         self.config = config
         self.library.configure(config)
         self.drive.post(ConfigApplied(config=config))
-        if engine_changed or any(key.startswith("node.") for key in changed):
+        if any(key.startswith(MEASURED_KEYS) for key in changed):
             await self.measure()
         await self.library.scan()
         self._unload_of_client()
@@ -303,27 +315,29 @@ class Launcher:
 
     async def measure(self) -> None:
         """Find the engine and what it can use."""
-        reason = ""
-        try:
-            self.engine = await asyncio.to_thread(find_engine, self.config.engine.path)
-        except EngineMissing as error:
-            self.engine, reason = None, error.detail
-        device = await asyncio.to_thread(measure_device, self.config.node, self.engine, reason)
-        self.drive.post(device)
+        installed = await asyncio.to_thread(find_installed, self.config)
+        reason = installed.reason
+        device = await asyncio.to_thread(measure_device, self.config.node, installed.default(), reason)
+        self.installed = installed
+        self.drive.post(
+            replace(
+                device,
+                backend=installed.backend,
+                missing_backends=installed.missing_backends,
+                missing_recipes=installed.missing_recipes,
+            )
+        )
+        self._measured.set()
         log.info("device", device=device.device, capacity_bytes=device.capacity_bytes, engine=device.engine or "none")
         if reason:
             log.warning("no_engine", reason=reason)
 
     async def look_for_engine(self) -> None:
-        """For ever: as long as there is no engine, look again."""
+        """For ever: engines that were installed or removed."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self.engine is None:
-                try:
-                    await asyncio.to_thread(find_engine, self.config.engine.path)
-                except EngineMissing:
-                    continue
-                await self.measure()
+            if self._measured.is_set():
+                await self._look_for_programs()
 
     async def adopt(self, memory: Memory) -> None:
         """Take over healthy engines whose model is still on disk; end all others."""
@@ -344,14 +358,14 @@ class Launcher:
         slot_id, name = SlotId(record.engine_id), ModelName(record.model_name)
         model = models.get(name)
         wanted = model is not None and model.file.parts == record.model_parts
-        endpoint = await self.crew.adopt(record) if wanted else None
+        endpoint = await self.crew.adopt(record, self.config.recipes) if wanted else None
         if model is None or endpoint is None:
             running = await self.crew.sweep(record)
             log.info("engine_swept", slot=slot_id, model=name, was_running=running)
             return
         remembered = memory.slots.get(slot_id)
         if remembered is None or remembered.model != name:
-            options = engine_options(model.file, self.config.engine, self.table.book.cores)
+            options = listed_options(model, self.config, self.table.book.cores)
             options = replace(options, parallel=record.parallel, context_tokens=record.context_tokens)
             remembered = SlotMemory(model=name, options=options, origin="request")
         self.drive.post(EngineAdopted(slot_id=slot_id, model=model, memory=remembered, endpoint=endpoint))

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from services.launcherd.command_line import OptionRefused
 from services.launcherd.eviction import Occupant, Room, Wanted, make_room
-from services.launcherd.options import engine_options
+from services.launcherd.options import engine_missing
 from services.launcherd.slot import COMING, OCCUPYING, RUNNING, Drain, Slot
 from services.launcherd.slot_book import SlotBook
 from services.launcherd.slot_events import DeviceMeasured, StartEngine
 from services.launcherd.slot_words import all_pinned, code_of, requests, too_large, waits_for
+from shared.errors import OptionRefused
 from shared.ids import ModelName, SlotId
 from shared.messages.daemon import Refused
 from shared.messages.models import Assignment
@@ -49,7 +49,7 @@ class LoadQueue:
             if model is None or book.of(wish.model) or book.placement.declined(wish.model, book.now):
                 continue
             try:
-                options = engine_options(model.file, book.config.engine, book.cores)
+                options = book.options_of(model)
             except OptionRefused:
                 continue  # Said to whoever asks for the model.
             slot = book.enqueue(model, options, wish.origin, book.next_order(), wish.reason)
@@ -71,7 +71,7 @@ class LoadQueue:
                 self._refuse_line(name, "model_file_missing", f"the file of {name} is gone")
                 continue
             try:
-                options = engine_options(model.file, book.config.engine, book.cores)
+                options = book.options_of(model)
             except OptionRefused as error:
                 self._refuse_line(name, error.code, error.detail)
                 continue
@@ -143,9 +143,9 @@ class LoadQueue:
     def _refused(self, head: Slot, device: DeviceMeasured) -> bool:
         """Refuse before starting what can never work here; nothing is unloaded for it."""
         book = self._book
-        if not device.engine:
+        if missing := engine_missing(head.options, device):
             book.queue.remove(head.slot_id)
-            book.give_up(head, "engine_missing", device.engine_reason or "no inference engine is installed")
+            book.give_up(head, "engine_missing", missing)
             return True
         if head.need_bytes > device.capacity_bytes and not head.model.builtin:
             book.queue.remove(head.slot_id)

@@ -112,6 +112,7 @@ class Slot:
             processors=self.processors,
             pinned=self.pinned,
             checkpoint=self.model.checkpoint or self.model.file.path,
+            backend=self.options.backend,
             engine_args=self.options.extra_args,
         )
 

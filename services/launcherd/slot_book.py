@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import replace
 
-from services.launcherd.command_line import EngineOptions, OptionRefused
+from services.launcherd.command_line import EngineOptions
 from services.launcherd.failures import FailureRecord
 from services.launcherd.leases import LeaseBook, Waiter
-from services.launcherd.options import engine_options, local_model, options_need_bytes
+from services.launcherd.options import engine_options, listed_options, local_model, options_need_bytes
 from services.launcherd.placement import SAFE_SECONDS, Placement
 from services.launcherd.recipes import processors
 from services.launcherd.slot import COMING, COUNTER_SECONDS, OCCUPYING, RUNNING, Drain, Slot
@@ -38,6 +37,7 @@ from shared.messages.models import (
     DeviceChanged,
     InventoryChanged,
     LimitsChanged,
+    LoadModel,
     LoadOrigin,
     ModelLoaded,
     ModelType,
@@ -109,6 +109,11 @@ class SlotBook:
         """What its engine computes on here."""
         device = self.device.device if self.device is not None else "cpu"
         return processors(model.recipe, device, self.config.recipes)
+
+    def options_of(self, model: KnownModel, request: LoadModel | None = None) -> EngineOptions:
+        """What it would be loaded with now. Raises: OptionRefused."""
+        backend = self.device.backend if self.device is not None else ""
+        return engine_options(model, self.config, self.cores, request, backend=backend)
 
     def pin(self, name: ModelName, pinned: bool) -> None:
         """For the model's slots, those to come too."""
@@ -405,14 +410,10 @@ class SlotBook:
         if not self._inventory_stale:
             return
         self._inventory_stale = False
-        models = []
-        for known in self.models.values():
-            try:
-                options = engine_options(known.file, self.config.engine, self.cores)
-            except OptionRefused:
-                options = engine_options(known.file, replace(self.config.engine, extra_args=()), self.cores)
-            models.append(local_model(known, options))
-        inventory = InventoryChanged(models=tuple(models), skipped=self.skipped)
+        models = tuple(
+            local_model(known, listed_options(known, self.config, self.cores)) for known in self.models.values()
+        )
+        inventory = InventoryChanged(models=models, skipped=self.skipped)
         if inventory != self.inventory:
             self.inventory = inventory
             self.effects.append(Publish(message=inventory))

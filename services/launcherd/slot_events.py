@@ -118,6 +118,12 @@ class DeviceMeasured:
     reserve_bytes: int
     engine: str
     engine_reason: str = ""
+    backend: str = ""
+    """Which build of llama.cpp that is: what runs a model whose load names none."""
+    missing_backends: Mapping[str, str] = field(default_factory=dict)
+    """Builds of llama.cpp that are not installed: name to the words why and how to get it…"""
+    missing_recipes: Mapping[str, str] = field(default_factory=dict)
+    """…and recipes whose program is not."""
 
     @property
     def capacity_bytes(self) -> int:

@@ -5,10 +5,8 @@ Works on the shared `SlotBook`; what follows from a request is done when the tab
 
 from __future__ import annotations
 
-from services.launcherd.command_line import OptionRefused
 from services.launcherd.leases import Waiter
 from services.launcherd.model_names import find_name, not_found_words
-from services.launcherd.options import engine_options
 from services.launcherd.slot import COMING, RUNNING, Drain
 from services.launcherd.slot_book import SlotBook
 from services.launcherd.slot_events import (
@@ -22,7 +20,7 @@ from services.launcherd.slot_events import (
 )
 from services.launcherd.slot_words import requests
 from shared.config import parse_limits
-from shared.errors import ConfigError
+from shared.errors import ConfigError, OptionRefused
 from shared.messages.daemon import Done, Refused
 from shared.messages.models import LoadModel, ModelLoaded, SlotEnd
 
@@ -45,7 +43,7 @@ class SlotRequests:
             return
         model = book.models[name]
         try:
-            options = engine_options(model.file, book.config.engine, book.cores, request)
+            options = book.options_of(model, request)
         except OptionRefused as error:
             book.reply(token, Refused(code=error.code, detail=error.detail))
             return

@@ -33,8 +33,11 @@ Source: DESIGN §7; TRAPS 18-24, 29, 32, 35.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.launcherd.failures import CRASH_WINDOW_SECONDS, restart_delay_seconds
 from services.launcherd.load_queue import LoadQueue
+from services.launcherd.options import engine_missing
 from services.launcherd.slot import RUNNING, Drain, Slot
 from services.launcherd.slot_book import HEALTH_SECONDS, SlotBook
 from services.launcherd.slot_events import (
@@ -73,6 +76,7 @@ from shared.io.drive import Tick
 from shared.messages.daemon import Done, Refused
 from shared.messages.leases import CREDIT_GRACE_SECONDS, EngineSuspected
 from shared.messages.models import ModelLoaded
+from shared.recipes import LLAMACPP
 
 SETTLE_SECONDS = 10.0
 """A load that began so soon after another engine ended may have met memory that was not free yet…"""
@@ -178,16 +182,16 @@ class SlotTable:
 
     def _measured(self, device: DeviceMeasured) -> None:
         book = self.book
-        had_none = book.device is not None and not book.device.engine
         book.device = device
         for slot in book.slots.values():
             slot.processors = book.processors(slot.model)
-        if device.engine and had_none:
-            for slot in [slot for slot in book.slots.values() if slot.state == "failed"]:
-                record = book.failures.get(slot.name)
-                if record is not None and record.code == "engine_missing":
-                    del book.failures[slot.name]
-                    book.drop(slot, "an engine was installed since", "replaced")
+            if slot.state == "queued" and slot.options.recipe == LLAMACPP and not slot.options.backend:
+                slot.options = replace(slot.options, backend=device.backend)
+        for slot in [slot for slot in book.slots.values() if slot.state == "failed"]:
+            record = book.failures.get(slot.name)
+            if record is not None and record.code == "engine_missing" and not engine_missing(slot.options, device):
+                del book.failures[slot.name]
+                book.drop(slot, "an engine was installed since", "replaced")
 
     def _adopt(self, adopted: EngineAdopted) -> None:
         book, memory = self.book, adopted.memory

@@ -10,13 +10,13 @@ from services.launcherd.command_line import (
     Engine,
     EngineCommand,
     EngineOptions,
-    OptionRefused,
     build_command,
     default_context_tokens,
     fingerprint,
     resolve_options,
 )
 from services.launcherd.model_info import ModelFile
+from shared.errors import OptionRefused
 
 ENGINE = Engine(kind="llama-server", program=("/opt/llama-server",), version="1")
 MODEL = ModelFile(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from services.launcherd.command_line import OptionRefused
 from shared.config import EngineSection, ModelsSection, NodeConfig
+from shared.errors import OptionRefused
 from tests.launcherd.table import World, config
 
 

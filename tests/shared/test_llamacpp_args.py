@@ -9,10 +9,12 @@ from shared.llamacpp_args import OWNED_FLAGS, flag_of, refusal, split_args
 
 ALIASES = """
 -m --model|-mu --model-url|-dr --docker-repo|-hf -hfr --hf-repo|-hff --hf-file|-hft --hf-token|--host|--port
---reuse-port|--api-prefix|--api-key|--api-key-file|--ssl-key-file|--ssl-cert-file|-c --ctx-size|-np --parallel|-a --alias|--rpc
---path|--media-path|--tools|--tools-runtime|--mcp-servers-config|--mcp-servers-json|-ag --agent -no-ag --no-agent|--models-dir
---ui-mcp-proxy --webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy|--models-preset|--log-file|--log-disable
--h --help --usage|--version|-cl --cache-list|--list-devices|-mmu --mmproj-url|--spec-draft-hf -hfd -hfrd --hf-repo-draft
+--reuse-port|--api-prefix|--api-key|--api-key-file|--ssl-key-file|--ssl-cert-file|-c --ctx-size|-np --parallel
+-a --alias|--rpc|--path|--media-path|--tools|--tools-runtime|--mcp-servers-config|--mcp-servers-json
+-ag --agent -no-ag --no-agent|--models-dir
+--ui-mcp-proxy --webui-mcp-proxy --no-ui-mcp-proxy --no-webui-mcp-proxy|--models-preset|--log-file
+--log-disable|-h --help --usage|--version|-cl --cache-list|--list-devices|-mmu --mmproj-url
+--spec-draft-hf -hfd -hfrd --hf-repo-draft
 """
 """Options of llama-server (its --help, build 1 of llama-cpp-python 0.3.36) that meshd owns, with all their names."""
 

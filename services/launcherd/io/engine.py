@@ -39,6 +39,7 @@ from services.launcherd.io.process import (
     send_signal,
     signal_family,
 )
+from services.launcherd.recipes import FirstRequest
 from shared.errors import (
     EngineExited,
     EngineMissing,
@@ -48,7 +49,7 @@ from shared.errors import (
     ModelFileMissing,
     StateNotWritable,
 )
-from shared.messages.models import ModelType
+from shared.recipes import BUILTIN_RECIPES, LLAMACPP, Recipe
 
 HEALTH_POLL_SECONDS = (0.01, 0.25)
 """First and longest pause between two looks at an engine that loads."""
@@ -60,12 +61,6 @@ KILL_SECONDS = 10.0
 REASON_LINES = 4
 
 T = TypeVar("T")
-
-_FIRST_REQUESTS: dict[ModelType, tuple[str, dict[str, object]]] = {
-    "llm": ("/v1/completions", {"prompt": "Hello", "max_tokens": 1, "temperature": 0, "cache_prompt": False}),
-    "embedding": ("/v1/embeddings", {"input": "Hello"}),
-    "reranking": ("/v1/rerank", {"query": "Hello", "documents": ["Hello"]}),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +83,16 @@ class EngineProcess:
         identity: ProcessIdentity,
         address: EngineAddress,
         *,
-        type: ModelType,
         model_parts: Sequence[str],
         log_path: Path,
+        recipe: Recipe = BUILTIN_RECIPES[LLAMACPP],
+        first_request: FirstRequest | None = None,
     ) -> None:
         self.identity = identity
         self.address = address
-        self.type = type
+        self.recipe = recipe
         self.log_path = log_path
+        self._first_request = first_request
         self._model_parts = tuple(model_parts)
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[ExitStatus] = self._loop.create_future()
@@ -124,7 +121,7 @@ class EngineProcess:
         return log_tail(self.log_path, lines)
 
     async def wait_ready(self, timeout_seconds: float, on_progress: OnProgress | None = None) -> None:
-        """Returns once the engine has answered a first request: one token, one embedding or one ranking.
+        """Returns once the engine is ready and has answered a first request, such as for one token.
 
         The process runs on after a failure: stop it. Raises: ModelFileMissing, EnginePortTaken, EngineExited (with
         the status), LoadTimedOut, LoadFailed (it answers, but not as it should).
@@ -139,25 +136,32 @@ class EngineProcess:
         try:
             async with asyncio.timeout(timeout_seconds):
                 await self._until_healthy(tell)
-                tell("answering")
-                await self._first_answer()
+                if self._first_request is not None:
+                    tell("answering")
+                    await self._first_answer(self._first_request)
         except TimeoutError:
             raise LoadTimedOut(f"the engine was not ready after {timeout_seconds:.0f} s{self._last_words()}") from None
 
     async def probe(self, timeout_seconds: float) -> bool:
-        """Whether the engine's work loop answers in time. `/health` alone is answered by a thread of its own."""
+        """Whether the engine answers in time, where the recipe says so even its work loop."""
         try:
             async with asyncio.timeout(timeout_seconds):
-                await self._unless_exited(call_engine(self.address, "/slots"))
+                path = self.recipe.probe_path or self.recipe.health_path
+                await self._unless_exited(call_engine(self.address, path))
         except (OSError, TimeoutError, LoadFailed):
             return False
         return True
 
     async def accepts_key(self, timeout_seconds: float) -> bool:
-        """Whether a healthy engine answers there and knows our key; a stranger on a reused port does not."""
+        """Whether a healthy engine answers there and knows our key; a stranger on a reused port does not.
+
+        Other engines than llama.cpp's may have no key, or show it nowhere: there it counts who listens.
+        """
         try:
             async with asyncio.timeout(timeout_seconds):
-                health, _ = await call_engine(self.address, "/health")
+                health, _ = await call_engine(self.address, self.recipe.health_path)
+                if self.recipe.name != LLAMACPP:
+                    return health in self.recipe.ready_statuses and self._owns_port() is True
                 stranger = EngineAddress(host=self.address.host, port=self.address.port, api_key="")
                 refused, _ = await call_engine(stranger, "/props")
                 known, _ = await call_engine(self.address, "/props")
@@ -206,8 +210,8 @@ class EngineProcess:
         while True:
             try:
                 async with asyncio.timeout(CALL_SECONDS):
-                    status, _ = await self._unless_exited(call_engine(self.address, "/health"))
-                if status == 200:
+                    status, _ = await self._unless_exited(call_engine(self.address, self.recipe.health_path))
+                if status in self.recipe.ready_statuses:
                     break
                 phase = "loading"
             except (OSError, TimeoutError):
@@ -218,10 +222,10 @@ class EngineProcess:
         if self._owns_port() is False:
             raise EnginePortTaken(f"another process answers on port {self.address.port}")
 
-    async def _first_answer(self) -> None:
-        path, body = _FIRST_REQUESTS[self.type]
+    async def _first_answer(self, first: FirstRequest) -> None:
         try:
-            status, reply = await self._unless_exited(call_engine(self.address, path, body))
+            asked = call_engine(self.address, first.path, first.body, first.content_type)
+            status, reply = await self._unless_exited(asked)
         except OSError as error:
             # A connection that breaks is most often the first sign of a crash: give the exit a moment to show.
             await asyncio.wait([self._exited], timeout=1.0)
@@ -303,7 +307,14 @@ async def start_engine(command: EngineCommand, log_path: Path) -> EngineProcess:
     # Not waited for yet, so the pid is still its own, dead or alive.
     identity = identify(pid, zombie=True) or ProcessIdentity(pid, 0, "")
     address = EngineAddress(host=command.host, port=command.port, api_key=command.api_key)
-    return EngineProcess(identity, address, type=command.type, model_parts=command.model.parts, log_path=log_path)
+    return EngineProcess(
+        identity,
+        address,
+        model_parts=command.model.parts,
+        log_path=log_path,
+        recipe=command.recipe,
+        first_request=command.first_request,
+    )
 
 
 def _spawn(command: EngineCommand, log_path: Path) -> int:

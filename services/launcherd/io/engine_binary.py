@@ -1,6 +1,8 @@
-"""Finds the engine to use: the configured one, else `llama-server` on the PATH, else the embedded one.
+"""Finds the programs that run models: the builds of llama.cpp, and the program of each other recipe.
 
-Source: ENGINES; issue text "A `llama-server` given in config or found on PATH is used instead".
+The build that runs what names none: the configured one, else `llama-server` on the PATH, else the embedded one.
+
+Source: ENGINES; docs/spec/options.md, docs/spec/recipes.md.
 """
 
 from __future__ import annotations
@@ -11,10 +13,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib import metadata, util
 
-from services.launcherd.command_line import Engine
+from services.launcherd.command_line import Engine, EngineOptions
+from shared.config import EMBEDDED_BACKEND, PATH_BACKEND, EngineSection, NodeConfig
 from shared.errors import EngineMissing
+from shared.recipes import LLAMACPP
 
 PROGRAM = "llama-server"
 EMBEDDED = "embedded"
@@ -29,31 +34,126 @@ HOW_TO_GET_IT = (
 _FLAG = re.compile(r"(?<![\w-])--?[a-zA-Z][\w-]*")
 
 
-def find_engine(configured: str = "", environ: Mapping[str, str] | None = None) -> Engine:
-    """The engine to start models with. Blocking: runs the binary to ask its version and flags.
+@dataclass(slots=True, kw_only=True)
+class Installed:
+    """What was found on this machine. A build is asked for its version and flags once, when it is needed first."""
 
-    `configured` is a path, or `embedded` to leave a `llama-server` on the PATH alone. Raises: EngineMissing with
-    what to do.
-    """
+    backend: str = ""
+    """The build that runs what names none; empty: there is none."""
+    reason: str = ""
+    """Why there is none, and how to get one."""
+    programs: dict[str, str] = field(default_factory=dict)
+    """Recipe to program, llamacpp left out."""
+    missing_recipes: dict[str, str] = field(default_factory=dict)
+    builds: dict[str, str] = field(default_factory=dict)
+    """Build of llama.cpp to program; `EMBEDDED` has none."""
+    missing_backends: dict[str, str] = field(default_factory=dict)
+    seen: frozenset[tuple[str, str]] = frozenset()
+    """Every program there was, whether it works or not: another set is worth another look."""
+    environ: Mapping[str, str] = field(default_factory=dict)
+    _asked: dict[str, Engine] = field(default_factory=dict)
+
+    def default(self) -> Engine | None:
+        """The engine that runs what names none. Blocking, but for what was asked already."""
+        return self._build(self.backend) if self.backend else None
+
+    def engine(self, options: EngineOptions) -> Engine:
+        """The engine for `options`. Blocking. Raises: EngineMissing with what to do."""
+        if options.recipe != LLAMACPP:
+            program = self.programs.get(options.recipe)
+            if program is None:
+                raise EngineMissing(self.missing_recipes.get(options.recipe) or f"no recipe {options.recipe} here")
+            return Engine(kind=options.recipe, program=(program,), version=os.path.basename(program))
+        name = options.backend or self.backend
+        if name not in self.builds:
+            raise EngineMissing(self.missing_backends.get(name) or self.reason or f"no build {name} here")
+        return self._build(name)
+
+    def _build(self, name: str) -> Engine:
+        engine = self._asked.get(name)
+        if engine is None:
+            engine = embedded_engine() if name == EMBEDDED_BACKEND else _ask(self.builds[name], self.environ)
+            self._asked[name] = engine
+        return engine
+
+
+def find_installed(config: NodeConfig, environ: Mapping[str, str] | None = None) -> Installed:
+    """Everything that can run a model here. Blocking: the default build is run, to see that it works."""
     environ = os.environ if environ is None else environ
-    if configured and configured != EMBEDDED:
-        path = os.path.abspath(os.path.expanduser(configured))
-        if not os.path.isfile(path):
-            raise EngineMissing(f"the configured engine {path} does not exist; {HOW_TO_GET_IT}")
-        if not os.access(path, os.X_OK):
-            raise EngineMissing(f"the configured engine {path} is not executable; chmod +x it, or {HOW_TO_GET_IT}")
-        return _ask(path, environ)
-    reason = ""
-    if configured != EMBEDDED:
-        installed = shutil.which(PROGRAM, path=environ.get("PATH", ""))
-        if installed is not None:
+    installed = look_for_programs(config, environ)
+    wanted = config.engine.backend or (EMBEDDED_BACKEND if config.engine.path == EMBEDDED else "")
+    candidates = [wanted] if wanted else [PATH_BACKEND] if config.engine.path else [PATH_BACKEND, EMBEDDED_BACKEND]
+    reasons = []
+    for name in candidates:
+        if name in installed.builds:
             try:
-                return _ask(os.path.abspath(installed), environ)
+                installed._build(name)
             except EngineMissing as error:
-                reason = f"{error.detail}; "
-    if util.find_spec("xllamacpp") is not None:
-        return embedded_engine()
-    raise EngineMissing(f"{reason}no inference engine is installed: {HOW_TO_GET_IT}")
+                reasons.append(error.detail)
+                installed.missing_backends[name] = error.detail
+                del installed.builds[name]
+                continue
+            installed.backend = name
+            return installed
+        if len(candidates) == 1:
+            reasons.append(installed.missing_backends[name])
+    reasons += [] if len(candidates) == 1 else [f"no inference engine is installed: {HOW_TO_GET_IT}"]
+    installed.reason = "; ".join(reasons)
+    return installed
+
+
+def look_for_programs(config: NodeConfig, environ: Mapping[str, str]) -> Installed:
+    """What is there, without running any of it."""
+    installed = Installed(environ=environ)
+    for name in config.engine.backend_names:
+        try:
+            installed.builds[name] = _build_program(name, config.engine, environ)
+        except EngineMissing as error:
+            installed.missing_backends[name] = error.detail
+    for recipe in config.recipes.values():
+        if recipe.name == LLAMACPP:
+            continue
+        try:
+            installed.programs[recipe.name] = _program(recipe.program, environ, f"program of the recipe {recipe.name}")
+        except EngineMissing as error:
+            how = f"; install it: {recipe.how_to_get}" if recipe.how_to_get else ""
+            installed.missing_recipes[recipe.name] = (
+                f'{error.detail}{how}; or name it in mesh.toml: [recipes.{recipe.name}] program = "/path/to/it"'
+            )
+    installed.seen = frozenset({*installed.builds.items(), *installed.programs.items()})
+    return installed
+
+
+def _build_program(name: str, section: EngineSection, environ: Mapping[str, str]) -> str:
+    if name == EMBEDDED_BACKEND:
+        if util.find_spec("xllamacpp") is None:
+            raise EngineMissing(f"the embedded engine is not installed: {HOW_TO_GET_IT}")
+        return ""
+    if name != PATH_BACKEND:
+        return _program(section.backends[name], environ, f"build {name} of llama.cpp")
+    if section.path and section.path != EMBEDDED:
+        return _program(section.path, environ, "configured engine", how=HOW_TO_GET_IT)
+    installed = shutil.which(PROGRAM, path=environ.get("PATH", ""))
+    if installed is None:
+        raise EngineMissing(f"no {PROGRAM} is on the PATH: {HOW_TO_GET_IT}")
+    return os.path.abspath(installed)
+
+
+def _program(given: str, environ: Mapping[str, str], what: str, how: str = "") -> str:
+    """The absolute path of a program that was given as a path, or as a name on the PATH. Raises: EngineMissing."""
+    end = f", or {how}" if how else ""
+    if os.sep not in given and not given.startswith("~"):
+        found = shutil.which(given, path=environ.get("PATH", ""))
+        if found is not None:
+            return os.path.abspath(found)
+        if not how:
+            raise EngineMissing(f"the {what}, {given}, is not on the PATH")
+    path = os.path.abspath(os.path.expanduser(given))
+    if not os.path.isfile(path):
+        raise EngineMissing(f"the {what} {path} does not exist" + (f"; {how}" if how else ""))
+    if not os.access(path, os.X_OK):
+        raise EngineMissing(f"the {what} {path} is not executable; chmod +x it{end}")
+    return path
 
 
 def embedded_engine() -> Engine:

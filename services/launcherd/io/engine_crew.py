@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from services.launcherd.command_line import Engine
+from services.launcherd.command_line import Engine, EngineOptions
 from services.launcherd.io.engine import EngineProcess, Progress
 from services.launcherd.io.engine_records import EngineRecord, EngineRecords
 from services.launcherd.io.launch import launch_engine
@@ -34,6 +34,7 @@ from shared.errors import LoadFailed
 from shared.ids import SlotId
 from shared.io import log
 from shared.io.drive import Tasks
+from shared.recipes import Recipe
 
 STOP_GRACE_SECONDS = 5.0
 LAST_WORDS_LINES = 4
@@ -41,6 +42,8 @@ WORKING_CPU_SHARE = 0.2
 """A silent engine that uses this share of a core is computing, not hung: a long prompt on a slow CPU."""
 WORKING_LIMIT = 40
 """…for at most so many times `hang_seconds`: an endless loop computes as well."""
+
+FindEngine = Callable[[EngineOptions], Engine]
 
 
 class EngineCrew:
@@ -58,10 +61,10 @@ class EngineCrew:
     def log_path(self, slot_id: SlotId) -> Path:
         return self._folder / f"{slot_id}.log"
 
-    def start(self, effect: StartEngine, engine: Engine, least_readiness_seconds: float) -> None:
-        """Ends in `EngineReady` or `EngineFailed`."""
+    def start(self, effect: StartEngine, find: FindEngine, recipe: Recipe, *, least_readiness_seconds: float) -> None:
+        """Ends in `EngineReady` or `EngineFailed`. `find` may block, and raise EngineMissing."""
         name = f"launch of {effect.slot_id}"
-        task = self._tasks.start(self._launch(effect, engine, least_readiness_seconds), name)
+        task = self._tasks.start(self._launch(effect, find, recipe, least_readiness_seconds), name)
         self._launches[effect.slot_id] = task
 
     def stop(self, slot_id: SlotId) -> None:
@@ -75,9 +78,9 @@ class EngineCrew:
         if process is not None:
             self._tasks.start(self._probe(slot_id, process, hang_seconds), f"probe of {slot_id}")
 
-    async def adopt(self, record: EngineRecord) -> EngineEndpoint | None:
+    async def adopt(self, record: EngineRecord, recipes: Mapping[str, Recipe]) -> EngineEndpoint | None:
         """Take over an engine of an earlier launcherd if it is healthy."""
-        process = await self.records.adopt(record)
+        process = await self.records.adopt(record, recipes=recipes)
         if process is None:
             return None
         slot_id = SlotId(record.engine_id)
@@ -110,7 +113,9 @@ class EngineCrew:
 
     # -- tasks -----------------------------------------------------------------------------------------------
 
-    async def _launch(self, effect: StartEngine, engine: Engine, least_readiness_seconds: float) -> None:
+    async def _launch(
+        self, effect: StartEngine, find: FindEngine, recipe: Recipe, least_readiness_seconds: float
+    ) -> None:
         slot_id, file = effect.slot_id, effect.model.file
         loop = asyncio.get_running_loop()
         started = loop.time()
@@ -124,7 +129,7 @@ class EngineCrew:
 
         try:
             process, _ = await launch_engine(
-                engine,
+                await asyncio.to_thread(find, effect.options),
                 file,
                 effect.options,
                 engine_id=slot_id,
@@ -133,6 +138,8 @@ class EngineCrew:
                 environ=os.environ,
                 ready_timeout_seconds=readiness_timeout_seconds(file.file_size_bytes, least_readiness_seconds),
                 on_progress=tell,
+                recipe=recipe,
+                checkpoint=effect.model.checkpoint,
             )
         except LoadFailed as error:
             self._post(EngineFailed(slot_id=slot_id, code=error.code, detail=error.detail))

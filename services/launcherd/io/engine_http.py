@@ -35,17 +35,19 @@ class _Reply:
         self.complete = True
 
 
-async def call_engine(address: EngineAddress, path: str, body: object = None) -> tuple[int, bytes]:
-    """GET, or POST of `body` as JSON; returns status and body.
+async def call_engine(
+    address: EngineAddress, path: str, body: object = None, content_type: str = "application/json"
+) -> tuple[int, bytes]:
+    """GET, or POST of `body`, as JSON if it is no bytes; returns status and body.
 
     Raises: OSError when the connection fails or breaks, or the peer does not speak HTTP. Waits as long as the
     caller lets it.
     """
-    payload = b"" if body is None else json.dumps(body).encode()
+    payload = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     head = (
         f"{'GET' if body is None else 'POST'} {path} HTTP/1.1\r\nHost: {address.host}:{address.port}\r\n"
         f"Authorization: Bearer {address.api_key}\r\nConnection: close\r\n"
-        f"Content-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
+        f"Content-Type: {content_type}\r\nContent-Length: {len(payload)}\r\n\r\n"
     )
     reader, writer = await asyncio.open_connection(address.host, address.port)
     try:

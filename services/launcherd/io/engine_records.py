@@ -13,7 +13,7 @@ import asyncio
 import json
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from services.launcherd.io.process import (
     signal_family,
 )
 from shared.messages.models import MODEL_TYPES, ModelType
+from shared.recipes import BUILTIN_RECIPES, LLAMACPP, Recipe
 
 ADOPT_SECONDS = 5.0
 
@@ -51,6 +52,7 @@ class EngineRecord:
     argv: tuple[str, ...]
     options_fingerprint: str
     log_path: str
+    recipe: str = LLAMACPP
 
     def __repr__(self) -> str:
         """Without the key: records end up in log lines."""
@@ -111,17 +113,23 @@ class EngineRecords:
             leftover.unlink(missing_ok=True)
         return tuple(records), tuple(dropped)
 
-    async def adopt(self, record: EngineRecord, timeout_seconds: float = ADOPT_SECONDS) -> EngineProcess | None:
+    async def adopt(
+        self,
+        record: EngineRecord,
+        timeout_seconds: float = ADOPT_SECONDS,
+        recipes: Mapping[str, Recipe] = BUILTIN_RECIPES,
+    ) -> EngineProcess | None:
         """The recorded engine if it is alive, healthy and knows our key; else None: sweep it."""
+        recipe = recipes.get(record.recipe)
         identity = record.identity
-        if identity is None or not is_alive(identity):
+        if recipe is None or identity is None or not is_alive(identity):
             return None
         engine = EngineProcess(
             identity,
             EngineAddress(host=record.host, port=record.port, api_key=record.api_key),
-            type=record.model_type,
             model_parts=record.model_parts,
             log_path=Path(record.log_path),
+            recipe=recipe,
         )
         if await engine.accepts_key(timeout_seconds) and engine.is_alive():
             return engine
@@ -198,6 +206,7 @@ def _read_record(raw: Any) -> EngineRecord:
         argv=tuple(_text(argument) for argument in raw["argv"]),
         options_fingerprint=_text(raw["options_fingerprint"]),
         log_path=_text(raw["log_path"]),
+        recipe=_text(raw.get("recipe", LLAMACPP)),
     )
     if record.model_type not in MODEL_TYPES or not 0 < record.port < 65_536:
         raise ValueError(f"model type {record.model_type!r}, port {record.port}")

@@ -14,6 +14,7 @@ from services.launcherd.io.engine import EngineProcess, OnProgress, free_port, n
 from services.launcherd.io.engine_records import EngineRecord, EngineRecords, with_identity
 from services.launcherd.model_info import ModelFile
 from shared.errors import EnginePortTaken, StateNotWritable
+from shared.recipes import BUILTIN_RECIPES, LLAMACPP, Recipe
 
 PORT_ATTEMPTS = 5
 
@@ -29,6 +30,8 @@ async def launch_engine(
     environ: Mapping[str, str],
     ready_timeout_seconds: float,
     on_progress: OnProgress | None = None,
+    recipe: Recipe = BUILTIN_RECIPES[LLAMACPP],
+    checkpoint: str = "",
 ) -> tuple[EngineProcess, EngineRecord]:
     """A ready engine with `resolve_options` options, and its record, which is on disk.
 
@@ -44,6 +47,8 @@ async def launch_engine(
             api_key=new_api_key(),
             environ=environ,
             mark=str(records.path(engine_id)),
+            recipe=recipe,
+            checkpoint=checkpoint,
         )
         record = EngineRecord(
             engine_id=engine_id,
@@ -58,6 +63,7 @@ async def launch_engine(
             argv=command.argv,
             options_fingerprint=fingerprint(engine, model, options),
             log_path=str(log_path),
+            recipe=recipe.name,
         )
         process: EngineProcess | None = None
         try:

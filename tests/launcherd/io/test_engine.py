@@ -464,7 +464,7 @@ def test_an_engine_outlives_the_process_that_started_it(run: Run, make_command: 
         assert identity is not None
         address = EngineAddress(host=command.host, port=command.port, api_key=command.api_key)
         engine = EngineProcess(
-            identity, address, type="llm", model_parts=command.model.parts, log_path=tmp_path / "engine.log"
+            identity, address, model_parts=command.model.parts, log_path=tmp_path / "engine.log"
         )
         assert await engine.probe(2)
         assert await engine.accepts_key(2)
@@ -481,7 +481,7 @@ def test_a_released_engine_runs_on(run: Run, make_command: MakeCommand, tmp_path
         engine.release()
         engine.release()
         assert is_alive(engine.identity)
-        again = EngineProcess(engine.identity, engine.address, type="llm", model_parts=(), log_path=engine.log_path)
+        again = EngineProcess(engine.identity, engine.address, model_parts=(), log_path=engine.log_path)
         assert await again.probe(2)
         assert await again.stop() == ExitStatus(0)
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import shutil
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,11 @@ import pytest
 
 from services.launcherd.command_line import Engine, EngineOptions
 from services.launcherd.io import engine_binary
-from services.launcherd.io.engine_binary import find_engine
+from services.launcherd.io.engine_binary import find_installed
 from services.launcherd.io.engine_records import EngineRecords
 from services.launcherd.io.launch import launch_engine
 from services.launcherd.model_info import ModelFile
+from shared.config import EngineSection, NodeConfig
 from shared.errors import EngineMissing
 from tests.engines.scripted_engine import Script
 
@@ -40,6 +41,15 @@ def shim(tmp_path: Path) -> Path:
         tmp_path / "bin" / "llama-server",
         f'exec {shlex.quote(sys.executable)} -m services.launcherd.engine_server "$@"',
     )
+
+
+def find_engine(configured: str, environ: Mapping[str, str]) -> Engine:
+    """The engine that runs what names none."""
+    installed = find_installed(NodeConfig(engine=EngineSection(path=configured)), environ)
+    engine = installed.default()
+    if engine is None:
+        raise EngineMissing(installed.reason)
+    return engine
 
 
 def environ(*folders: Path) -> dict[str, str]:

@@ -33,6 +33,7 @@ from services.launcherd.slot_events import (
 )
 from shared.ids import SlotId
 from shared.io.drive import Tasks
+from shared.recipes import BUILTIN_RECIPES
 from tests.engines.scripted_engine import Script
 from tests.waiting import until
 
@@ -48,6 +49,10 @@ class Crew:
     def __init__(self, folder: Path) -> None:
         self.told: list[Stimulus] = []
         self.crew = EngineCrew(folder, self.told.append, Tasks())
+
+    def start(self, order: StartEngine, engine: Engine, seconds: float) -> None:
+        recipe = BUILTIN_RECIPES["llamacpp"]
+        self.crew.start(order, lambda options: engine, recipe, least_readiness_seconds=seconds)
 
     async def wait_for(self, kind: type[Stimulus], seconds: float = 10.0) -> Any:
         await until(lambda: any(isinstance(item, kind) for item in self.told), seconds, kind.__name__)
@@ -65,7 +70,7 @@ def order(tiny: dict[str, ModelFile], small_options: EngineOptions) -> StartEngi
 def test_start_probe_exit(run: Run, tmp_path: Path, order: StartEngine, scripted: Callable[[Script], Engine]) -> None:
     async def work() -> None:
         crew = Crew(tmp_path / "engines")
-        crew.crew.start(order, scripted(Script()), 30.0)
+        crew.start(order, scripted(Script()), 30.0)
         ready: EngineReady = await crew.wait_for(EngineReady)
         assert ready.endpoint.base_url == f"http://127.0.0.1:{ready.endpoint.port}"
         assert Path(ready.endpoint.log_path) == crew.crew.log_path(SLOT)
@@ -85,7 +90,7 @@ def test_a_failed_start_says_why(
 ) -> None:
     async def work() -> None:
         crew = Crew(tmp_path / "engines")
-        crew.crew.start(order, scripted(Script(exit_status=3, stderr="no memory")), 30.0)
+        crew.start(order, scripted(Script(exit_status=3, stderr="no memory")), 30.0)
         failed: EngineFailed = await crew.wait_for(EngineFailed)
         assert failed.code == "engine_exited"
         assert "no memory" in failed.detail
@@ -100,7 +105,7 @@ def test_stop_while_loading_and_stop_twice(
 
     async def work() -> None:
         crew = Crew(tmp_path / "engines")
-        crew.crew.start(order, scripted(Script(load_seconds=60)), 60.0)
+        crew.start(order, scripted(Script(load_seconds=60)), 60.0)
         await crew.wait_for(EngineLoading)
         crew.crew.stop(SLOT)
         crew.crew.stop(SLOT)
@@ -114,7 +119,7 @@ def test_stop_reports_no_exit(
 ) -> None:
     async def work() -> None:
         crew = Crew(tmp_path / "engines")
-        crew.crew.start(order, scripted(Script()), 30.0)
+        crew.start(order, scripted(Script()), 30.0)
         await crew.wait_for(EngineReady)
         crew.crew.stop(SLOT)
         await crew.wait_for(EngineStopped)
@@ -130,7 +135,7 @@ def test_a_silent_engine_is_hung_unless_it_computes(
 
     async def work() -> None:
         crew = Crew(tmp_path / "engines")
-        crew.crew.start(order, embedded, 30.0)
+        crew.start(order, embedded, 30.0)
         ready: EngineReady = await crew.wait_for(EngineReady)
         os.kill(ready.endpoint.pid, signal.SIGSTOP)
         computed = iter([0.0, 1.0, 1.0, 1.0])
@@ -166,10 +171,10 @@ def test_the_node_goes_down_with_all_engines_at_once(
     async def work() -> None:
         crew = Crew(tmp_path / "engines")
         engine = scripted(Script())
-        crew.crew.start(order, engine, 30.0)
+        crew.start(order, engine, 30.0)
         await crew.wait_for(EngineReady)
         other = StartEngine(slot_id=SlotId("test-2"), model=order.model, options=order.options)
-        crew.crew.start(other, scripted(Script(load_seconds=60)), 60.0)
+        crew.start(other, scripted(Script(load_seconds=60)), 60.0)
         await asyncio.wait_for(crew.crew.stop_all(), 9)
         assert not list((tmp_path / "engines").glob("*.json"))
 
@@ -181,11 +186,11 @@ def test_an_adopted_engine_is_watched(
 ) -> None:
     async def work() -> None:
         first = Crew(tmp_path / "engines")
-        first.crew.start(order, scripted(Script()), 30.0)
+        first.start(order, scripted(Script()), 30.0)
         ready: EngineReady = await first.wait_for(EngineReady)
         second = Crew(tmp_path / "engines")
         (record,), _ = second.crew.records.load()
-        endpoint = await second.crew.adopt(record)
+        endpoint = await second.crew.adopt(record, BUILTIN_RECIPES)
         assert endpoint is not None
         assert endpoint.pid == ready.endpoint.pid
         second.crew.watch(SLOT)
