@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -19,7 +18,7 @@ from aioquic.quic import events
 from aioquic.quic.connection import QuicConnection
 from cryptography import x509
 
-from services.tunneld.io.stream import HIGH_WATER_BYTES, bounded_reason
+from services.tunneld.io.stream import HIGH_WATER_BYTES, Inbox, bounded_reason
 from shared.errors import StreamLost
 
 WINDOW_BYTES = HIGH_WATER_BYTES
@@ -55,29 +54,16 @@ class QuicStream:
         self.bytes_received = 0
         self.consumed = 0
         self._link = link
-        self._parts: deque[bytes] = deque()
-        self._reader: asyncio.Future[None] | None = None
+        self._inbox = Inbox()
         self._writer: asyncio.Future[None] | None = None
         self._sent_end = False
-        self._received_end = False
-        self._lost: str | None = None
         self._over = False
 
     async def read(self) -> bytes:
-        while not self._parts:
-            if self._lost is not None:
-                raise StreamLost(self._lost)
-            if self._received_end:
-                return b""
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        data = self._parts.popleft() if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        self.consumed += len(data)
-        self._link.transmit_soon()
+        data = await self._inbox.read()
+        if data:
+            self.consumed += len(data)
+            self._link.transmit_soon()
         return data
 
     async def write(self, data: bytes) -> None:
@@ -105,41 +91,38 @@ class QuicStream:
         self._check_over()
 
     def abort(self, reason: str = "") -> None:
-        if self._lost is not None:
+        if self._inbox.lost is not None:
             return
-        if self._sent_end and self._received_end:
-            self.consumed += sum(len(part) for part in self._parts)
-            self._parts.clear()
+        if self._sent_end and self._inbox.ended:
+            self.consumed += self._inbox.waiting_bytes
+            self._inbox.drop()
             return
-        self._link.cut(self.stream_id, sending=not self._sent_end, receiving=not self._received_end)
+        self._link.cut(self.stream_id, sending=not self._sent_end, receiving=not self._inbox.ended)
         self.lose(f"cut here: {reason}" if reason else "cut here")
 
     def _check_writable(self) -> None:
-        if self._lost is not None:
-            raise StreamLost(self._lost)
+        if self._inbox.lost is not None:
+            raise StreamLost(self._inbox.lost)
         if self._sent_end:
             raise StreamLost("this direction was ended before")
 
     # -- from the link ------------------------------------------------------------------------------------------------
 
     def take(self, data: bytes, end: bool) -> None:
-        if self._lost is not None:
+        if self._inbox.lost is not None:
             self.consumed += len(data)
             return
         if data:
-            self._parts.append(data)
             self.bytes_received += len(data)
+            self._inbox.put(data)
         if end:
-            self._received_end = True
+            self._inbox.end()
             self._check_over()
-        _wake(self._reader)
 
     def lose(self, reason: str) -> None:
-        if self._lost is None:
-            self._lost = reason
-            self._parts.clear()
+        if self._inbox.lost is None:
+            self._inbox.lose(reason)
             self._check_over()
-        _wake(self._reader)
         _wake(self._writer)
 
     def may_write(self) -> None:
@@ -147,7 +130,7 @@ class QuicStream:
             _wake(self._writer)
 
     def _check_over(self) -> None:
-        if not self._over and (self._lost is not None or (self._sent_end and self._received_end)):
+        if not self._over and (self._inbox.lost is not None or (self._sent_end and self._inbox.ended)):
             self._over = True
             self._link.stream_over(self)
 

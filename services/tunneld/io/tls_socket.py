@@ -8,12 +8,11 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
 from services.tunneld.chunks import END_BYTES, ChunkReader, Cut, End, encode_chunk, encode_cut
-from services.tunneld.io.stream import HIGH_WATER_BYTES, bounded_reason
+from services.tunneld.io.stream import HIGH_WATER_BYTES, Inbox, bounded_reason
 from shared import codec
 from shared.errors import SchemaError, StreamLost
 
@@ -35,28 +34,17 @@ class TlsStream:
         self.bytes_sent = 0
         self.bytes_received = 0
         self._carrier = carrier
-        self._parts: deque[bytes] = deque()
-        self._waiting_bytes = 0
-        self._reader: asyncio.Future[None] | None = None
         self.sent_end = False
-        self.received_end = False
-        self._lost: str | None = None
+        self._inbox = Inbox()
+
+    @property
+    def received_end(self) -> bool:
+        return self._inbox.ended
 
     async def read(self) -> bytes:
-        while not self._parts:
-            if self._lost is not None:
-                raise StreamLost(self._lost)
-            if self.received_end:
-                return b""
-            self._reader = asyncio.get_running_loop().create_future()
-            try:
-                await self._reader
-            finally:
-                self._reader = None
-        data = self._parts.popleft() if len(self._parts) == 1 else b"".join(self._parts)
-        self._parts.clear()
-        self._waiting_bytes = 0
-        self._carrier.may_read()
+        data = await self._inbox.read()
+        if data:
+            self._carrier.may_read()
         return data
 
     async def write(self, data: bytes) -> None:
@@ -77,26 +65,25 @@ class TlsStream:
         self._carrier.direction_ended(self)
 
     def abort(self, reason: str = "") -> None:
-        if self._lost is not None:
+        if self._inbox.lost is not None:
             return
         if self.sent_end and self.received_end:
             # Over already; what nobody read must not hold up the next stream.
-            self._parts.clear()
-            self._waiting_bytes = 0
+            self._inbox.drop()
             self._carrier.may_read()
             return
         self._carrier.cut(reason)
         self.lose(f"cut here: {reason}" if reason else "cut here")
 
     async def _drained(self) -> None:
-        while self._carrier.paused is not None and self._lost is None:
+        while self._carrier.paused is not None and self._inbox.lost is None:
             await asyncio.shield(self._carrier.paused)
-        if self._lost is not None:
-            raise StreamLost(self._lost)
+        if self._inbox.lost is not None:
+            raise StreamLost(self._inbox.lost)
 
     def _check_writable(self) -> None:
-        if self._lost is not None:
-            raise StreamLost(self._lost)
+        if self._inbox.lost is not None:
+            raise StreamLost(self._inbox.lost)
         if self.sent_end:
             raise StreamLost("this direction was ended before")
 
@@ -105,26 +92,17 @@ class TlsStream:
     def take(self, piece: bytes | End) -> bool:
         """What came; False when enough waits to be read."""
         if isinstance(piece, End):
-            self.received_end = True
+            self._inbox.end()
         else:
-            self._parts.append(piece)
-            self._waiting_bytes += len(piece)
             self.bytes_received += len(piece)
-        self._wake()
-        return self._waiting_bytes < HIGH_WATER_BYTES
+            self._inbox.put(piece)
+        return self._inbox.waiting_bytes < HIGH_WATER_BYTES
 
     def lose(self, reason: str) -> None:
-        """The stream ended, not cleanly. What waits unread is no use as a whole and is dropped."""
-        if self._lost is None:
-            self._lost = reason
-            self._parts.clear()
-            self._waiting_bytes = 0
+        """The stream ended, not cleanly."""
+        if self._inbox.lost is None:
+            self._inbox.lose(reason)
             self._carrier.stream_over(self)
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
 
 
 class TlsSocket(asyncio.Protocol):
