@@ -46,6 +46,7 @@ from services.launcherd.slots import SlotTable
 from shared.config import EngineSection, ModelsSection, NodeConfig
 from shared.ids import HolderId, ModelName, RequestId, SlotId
 from shared.io.drive import Tick
+from shared.messages.daemon import Refused
 from shared.messages.leases import (
     AcquireLease,
     CreditsRecalled,
@@ -103,6 +104,14 @@ DEFAULT_MODELS = (
     model("huge", size_bytes=80 * GIB),
     model("emb", "embedding"),
     model("guide", size_bytes=1000, builtin=True),
+)
+
+NPU_MODELS = (
+    model("npu-llm", recipe="flm"),
+    model("npu-hybrid", recipe="oga-hybrid"),
+    model("npu-emb", "embedding", recipe="flm"),
+    model("cpu-llm", recipe="oga-cpu"),
+    model("a"),
 )
 
 
@@ -407,3 +416,13 @@ class World:
             for message in self.published
             if isinstance(message, CreditsRecalled)
         ]
+
+
+def refused(reply: object) -> Refused:
+    assert isinstance(reply, Refused), reply
+    return reply
+
+
+def running(world: World) -> set[str]:
+    """Names of the models whose engine runs."""
+    return set(world.running.values())

@@ -15,19 +15,9 @@ from shared.errors import ConfigError
 from shared.ids import ModelName
 from shared.messages.daemon import Done, Refused
 from shared.messages.models import LimitsChanged, ModelLoaded
-from shared.recipes import BUILTIN_RECIPES
-from tests.launcherd.table import GIB, World, config, model
+from tests.launcherd.table import GIB, NPU_MODELS, World, config, model, refused, running
 
 SPEC = Path(__file__).parents[2] / "docs" / "spec" / "slots.md"
-
-
-def refused(reply: object) -> Refused:
-    assert isinstance(reply, Refused), reply
-    return reply
-
-
-def running(world: World) -> set[str]:
-    return set(world.running.values())
 
 
 def test_every_rule_is_quoted_by_a_test() -> None:
@@ -178,14 +168,6 @@ def test_memory_takes_its_own_type_first() -> None:
 
 # -- the NPU ---------------------------------------------------------------------------------------------------
 
-NPU_MODELS = (
-    model("npu-llm", recipe="flm"),
-    model("npu-hybrid", recipe="oga-hybrid"),
-    model("npu-emb", "embedding", recipe="flm"),
-    model("cpu-llm", recipe="oga-cpu"),
-    model("a"),
-)
-
 
 @pytest.mark.parametrize("limits", [(-1,), (1,), (5, 5, 5, 5, 5)])
 def test_one_model_at_a_time_uses_the_npu(limits: tuple[int, ...]) -> None:
@@ -201,36 +183,6 @@ def test_one_model_at_a_time_uses_the_npu(limits: tuple[int, ...]) -> None:
         world.bring_up("a")
         world.bring_up("cpu-llm")
         assert running(world) == {"npu-hybrid", "a", "cpu-llm"}
-
-
-def test_a_recipe_of_the_owner_may_use_the_npu() -> None:
-    mine = replace(BUILTIN_RECIPES["oga-cpu"], name="mine", processors=("npu",))
-    node = replace(config((-1,)), recipes={**BUILTIN_RECIPES, "mine": mine})
-    world = World(node, models=(*NPU_MODELS, model("own", recipe="mine")))
-    world.bring_up("npu-llm")
-    world.bring_up("own")
-    assert running(world) == {"own"}
-
-
-def test_the_npu_is_left_when_its_requests_are_done() -> None:
-    world = World(config((-1,)), models=NPU_MODELS)
-    slot_id = world.bring_up("npu-llm")
-    assert world.granted(world.acquire("npu-llm"))
-    world.load("npu-emb")
-    assert not world.stopping
-    world.give_back(slot_id)
-    world.stopped("npu-llm")
-    world.ready("npu-emb")
-
-
-def test_a_pinned_model_keeps_the_npu() -> None:
-    world = World(config((-1,)), models=NPU_MODELS)
-    world.bring_up("npu-llm")
-    world.pin("npu-llm")
-    answer = refused(world.reply(world.load("npu-emb")))
-    assert answer.code == "all_pinned"
-    assert "one model at a time may use the NPU, and npu-llm is pinned" in answer.detail
-    assert running(world) == {"npu-llm"}
 
 
 # -- loads that fail -------------------------------------------------------------------------------------------
@@ -456,19 +408,6 @@ def test_only_pins_in_the_way() -> None:
     world.pin("a", False)
     world.stopped("a")
     world.ready("c")
-
-
-def test_unpinning_a_draining_model_lets_it_go_and_pinning_keeps_it() -> None:
-    world = World()
-    slot_id = world.bring_up("a")
-    assert world.granted(world.acquire("a"))
-    token = world.load("b")
-    assert world.state("a") == "draining"
-    world.pin("a")
-    assert world.state("a") == "ready"
-    assert refused(world.reply(token)).code == "all_pinned"
-    world.give_back(slot_id)
-    assert running(world) == {"a"}
 
 
 def test_idle_models_go_if_that_is_wanted() -> None:
