@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -148,6 +148,10 @@ class LoadPlan:
     pull: PullModel | None
     ignored: tuple[str, ...]
 
+    def after_pull(self, name: str) -> LoadPlan:
+        """The same for a model that is on the disk now, under the name that launcherd gave it."""
+        return replace(self, load=replace(self.load, model=ModelName(name)), pull=None)
+
 
 def plan_load(body: LoadBody, view: LocalView) -> LoadPlan:
     """What a load takes. Raises: Failure when nobody knows the model, or an option cannot be read."""
@@ -240,28 +244,38 @@ def known_name(name: str, view: LocalView) -> ModelName:
 # -- refusals -----------------------------------------------------------------------------------------------
 
 _STATUS_OF = {
-    "model_not_found": 404,
-    "model_file_missing": 404,
-    "not_loaded": 404,
-    "not_found": 404,
+    **dict.fromkeys(
+        (
+            "config", "schema", "option_refused", "backend_unknown", "recipe_unknown", "bad_source", "bad_name",
+            "bad_labels", "ambiguous", "no_gguf",
+        ),
+        400,
+    ),
+    **dict.fromkeys(
+        (
+            "model_not_found", "model_file_missing", "not_loaded", "not_downloading", "file_not_found",
+            "quantization_not_found",
+        ),
+        404,
+    ),
+    **dict.fromkeys(
+        (
+            "name_taken", "cancelled", "unloaded", "withdrawn", "finished", "pinned", "not_ours", "incomplete",
+            "client",
+        ),
+        409,
+    ),
     "overloaded": 429,
-    "idle": 503,
-    "client": 503,
-    "starting": 503,
-    "daemon_unreachable": 503,
-    "state_not_writable": 507,
-    "disk_full": 507,
-}
-_BAD_REQUEST = frozenset(("config", "schema", "bad_name", "bad_option", "bad_limits", "unknown_backend", "bad_request"))
-_CONFLICT = frozenset(("pinned", "all_pinned", "not_ours", "cancelled", "withdrawn", "offline"))
+    **dict.fromkeys(("idle", "starting", "daemon_unreachable"), 503),
+    **dict.fromkeys(("state_not_writable", "disk_full"), 507),
+}  # fmt: skip
+"""500 for what is not listed: a load or a download that failed."""
 
 
 def failure_of(error: RequestRefused) -> Failure:
     """What launcherd's refusal is in HTTP: 400 what was badly asked, 404 what is not there, 409 what the present state
     forbids, 500 a load or download that failed."""
-    status = _STATUS_OF.get(error.code)
-    if status is None:
-        status = 400 if error.code in _BAD_REQUEST else 409 if error.code in _CONFLICT else 500
+    status = _STATUS_OF.get(error.code, 500)
     retry = error.retry_after_seconds
     if retry is None and status in (429, 503):
         retry = 1.0

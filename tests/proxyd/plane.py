@@ -12,7 +12,7 @@ import http.client
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,6 +79,8 @@ class GrantingLauncherd:
     reports: list[ReportCredits] = field(default_factory=list)
     suspicions: list[EngineSuspected] = field(default_factory=list)
     revoked: tuple[SlotId, ...] = ()
+    other: Callable[[Message], Awaitable[Message]] | None = None
+    """Answers what is not about leases."""
 
     def state_line(self) -> str:
         return "test"
@@ -121,6 +123,8 @@ class GrantingLauncherd:
             case EngineSuspected():
                 self.suspicions.append(request)
                 return Done()
+        if self.other is not None:
+            return await self.other(request)
         raise AssertionError(request)
 
     def serve(self) -> None:

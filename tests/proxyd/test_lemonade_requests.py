@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.proxyd.lemonade_requests import (
@@ -103,6 +103,7 @@ def test_sampling_fields_never_become_options_of_an_engine() -> None:
     assert dump_load(made, view())["ignored"] == list(made.ignored)
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(max_size=20), st.recursive(st.none() | st.integers() | st.text(), st.lists), max_size=6))
 def test_whatever_a_body_holds_only_known_fields_have_an_effect(fields: dict[str, Any]) -> None:
     known = {name for field, info in LoadBody.model_fields.items() for name in (field, "sd-cpp_args", "sd-cpp_backend")}
@@ -268,7 +269,7 @@ def test_another_setting_is_refused_with_the_list_of_what_can_be_set(body: bytes
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        ("bad_option", 400), ("config", 400), ("not_loaded", 404), ("model_not_found", 404), ("pinned", 409),
+        ("option_refused", 400), ("config", 400), ("not_loaded", 404), ("model_not_found", 404), ("pinned", 409),
         ("overloaded", 429), ("engine_exited", 500), ("model_too_large", 500), ("something_new", 500), ("idle", 503),
     ],
 )  # fmt: skip

@@ -44,10 +44,12 @@ from services.proxyd.replies import STREAM_TYPE, Failure, to_json
 from services.proxyd.requests_log import RequestsLog
 from services.proxyd.resolution import IDLE
 from services.proxyd.routes import LemonadeRoute, model_id
-from shared.codec import Message
-from shared.errors import DaemonUnreachable, RequestRefused
+from shared.codec import Message, decode
+from shared.errors import DaemonUnreachable, RequestRefused, SchemaError
 from shared.ids import ModelName
+from shared.messages.daemon import Done, GetSnapshot, Snapshot
 from shared.messages.downloads import CancelPull, DownloadChanged, PullModel
+from shared.messages.models import ModelLoaded
 
 BODY_LIMIT_BYTES = 1024 * 1024
 WORK_SECONDS = 23 * 3600.0
@@ -56,6 +58,9 @@ DECIDE_SECONDS = 10.0
 EVENT_SECONDS = 0.2
 """How often a stream looks for news of its download."""
 KEEP_ALIVE_SECONDS = 15.0
+MIRROR_SECONDS = 1.0
+MIRROR_POLL_SECONDS = 0.005
+"""launcherd's answer and its publication of the same come over two sockets, a millisecond apart."""
 RECENT_LOOKED_AT = 200
 """Finished requests that may tell when a model was last used; launcherd's own word is seconds old at most."""
 
@@ -111,10 +116,13 @@ class LemonadeApi:
             case "delete":
                 message = delete_message(read_body(DeleteBody, await _read(scope, receive)), self._local)
                 await self._ask_while_connected(message, receive)
+                await self._mirrored(lambda: self._local.on_disk(message.model) is None)
                 return {"status": "success", "message": f"Deleted model: {message.model}", "model_name": message.model}
             case "set":
                 limits = set_limits(read_body(SetBody, await _read(scope, receive)))
+                before = self._local.limits
                 await self._ask(limits, DECIDE_SECONDS)
+                await self._mirrored(lambda: self._local.limits is not before)
                 shown = limits.limits[0] if len(limits.limits) == 1 else list(limits.limits)
                 return {"status": "success", "updated": {"max_loaded_models": shown}}
             case "pin":
@@ -150,23 +158,50 @@ class LemonadeApi:
         plan = plan_load(body, self._local)
         if plan.pull is not None:
             self._require_change(scope)
-            await self._ask_while_connected(plan.pull, receive)
-        await self._ask_while_connected(plan.load, receive)
+            done = await self._ask_while_connected(plan.pull, receive)
+            plan = plan.after_pull(_subject(done, plan.pull))
+        loaded = await self._ask_while_connected(plan.load, receive)
+        if isinstance(loaded, ModelLoaded):
+            await self._mirrored(lambda: loaded.slot_id in self._local.slots and self._runs(loaded.model))
         return dump_load(plan, self._local)
 
     async def _unload(self, scope: Scope, receive: Receive) -> dict[str, Any]:
         message = unload_message(read_body(UnloadBody, await _read(scope, receive)), self._local)
+        if message.model is not None and not await self._has_slot(message.model):
+            raise Failure(404, "not_loaded", f"{message.model} is not loaded on this node", param="model_name")
         await self._ask_while_connected(message, receive)
+        await self._mirrored(lambda: not self._runs(message.model))
         if message.model is None:
             return {"status": "success", "message": "All models unloaded successfully"}
         return {"status": "success", "message": "Model unloaded successfully", "model_name": message.model}
+
+    async def _has_slot(self, model: ModelName) -> bool:
+        """By the mirror, and where that has none by launcherd's own word: its answer may overtake the news."""
+        if any(seen.slot.model == model for seen in self._local.slots.values()):
+            return True
+        snapshot = await self._ask(GetSnapshot(), DECIDE_SECONDS)
+        view = LocalView()
+        view.replace(_published(snapshot), now=0.0)
+        return any(seen.slot.model == model for seen in view.slots.values())
+
+    async def _mirrored(self, is_so: Callable[[], bool]) -> None:
+        """Until the mirror knows of what launcherd has just done: who asks `health` next finds it there."""
+        until = time.monotonic() + MIRROR_SECONDS
+        while True:
+            if is_so() or time.monotonic() >= until:
+                return
+            await asyncio.sleep(MIRROR_POLL_SECONDS)
+
+    def _runs(self, model: ModelName | None) -> bool:
+        return any(model in (None, seen.slot.model) for seen in self._local.loaded())
 
     async def _pull(self, scope: Scope, receive: Receive, send: Send) -> dict[str, Any] | None:
         body = read_body(PullBody, await _read(scope, receive))
         pull = body.pull()
         if not body.stream:
-            await self._ask_while_connected(pull, receive)
-            return {"status": "success", "model_name": pull.model, "message": f"Installed model: {pull.model}"}
+            name = _subject(await self._ask_while_connected(pull, receive), pull)
+            await self._mirrored(lambda: self._local.on_disk(name) is not None)
+            return {"status": "success", "model_name": name, "message": f"Installed model: {name}"}
         await _PullStream(self, pull, scope, receive, send).run()
         return None
 
@@ -205,15 +240,15 @@ class LemonadeApi:
     def download(self, pull: PullModel) -> DownloadChanged | None:
         return self._local.download_of(pull.model, pull.checkpoint)
 
-    async def end_pull(self, pull: PullModel, *, cancel: bool) -> None:
-        """The stream has ended. ``cancel``: its client went away before the download was done."""
+    async def end_pull(self, pull: PullModel, name: str, *, cancel: bool) -> None:
+        """The stream has ended. ``cancel``: its client went away before the download, of ``name``, was done."""
         self._followed[pull.model] -= 1
         if self._followed[pull.model] > 0:
             return
         del self._followed[pull.model]
         if cancel:
             try:
-                await self._ask(CancelPull(model=pull.model), DECIDE_SECONDS)
+                await self._ask(CancelPull(model=name), DECIDE_SECONDS)
             except Failure:
                 return  # It ended in the same moment, or launcherd is away: a restarted one resumes it and says so.
 
@@ -246,7 +281,8 @@ class _PullStream:
             gone.cancel()
             unfinished = not task.done()
             task.cancel()
-            await self._api.end_pull(self._pull, cancel=unfinished and began)
+            name = self._told.model if self._told is not None else self._pull.model
+            await self._api.end_pull(self._pull, name, cancel=unfinished and began)
 
     async def _begin(self) -> None:
         headers = [
@@ -270,12 +306,11 @@ class _PullStream:
 
     async def _end(self, task: asyncio.Task[Message]) -> None:
         try:
-            task.result()
+            name = _subject(task.result(), self._pull)
         except Failure as failure:
             await self._event("error", {"error": failure.message, "code": failure.code}, more=False)
         else:
-            download = self._api.download(self._pull)
-            await self._event("complete", lemonade.complete(self._pull.model, download), more=False)
+            await self._event("complete", lemonade.complete(name, self._api.download(self._pull)), more=False)
 
     async def _event(self, name: str, data: dict[str, Any], *, more: bool = True) -> None:
         await self._put(b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(data)), more=more)
@@ -283,6 +318,21 @@ class _PullStream:
     async def _put(self, data: bytes, *, more: bool = True) -> None:
         self._told_at = time.monotonic()
         await self._send({"type": "http.response.body", "body": data, "more_body": more})
+
+
+def _published(snapshot: Message) -> list[Message]:
+    messages = []
+    for item in snapshot.items if isinstance(snapshot, Snapshot) else ():
+        try:
+            messages.append(decode(item))
+        except SchemaError:
+            continue  # A newer launcherd's message that this version does not know yet.
+    return messages
+
+
+def _subject(done: Message, pull: PullModel) -> str:
+    """What launcherd calls the model that it was asked to get."""
+    return done.subject if isinstance(done, Done) and done.subject else pull.model
 
 
 async def _read(scope: Scope, receive: Receive) -> bytes:
