@@ -4,11 +4,15 @@ It takes llama-server's command line and speaks its HTTP. Its reply is the words
 such words is continued where it stopped, so that an unbroken reply can be told from one joined wrongly. The script
 is JSON, inline or a file's path, in `SCRIPTED_ENGINE`; `write_engine` makes an executable that carries its own.
 `GET /scripted` tells counters, `POST /scripted` changes the script while it runs.
+
+Called `whisper-server`, `sd-server`, `flm` or `ryzenai-server` it takes that program's command line, and nothing else,
+and speaks its HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import fcntl
 import json
 import os
@@ -22,6 +26,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import httptools
+
+from tests.engines.scripted_programs import PROGRAMS, strict_options
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +64,8 @@ class Script:
     """The connection closes there, the engine lives on."""
     crash_after_cut_seconds: float | None = None
     """SIGKILLs itself so long after such a cut."""
+    health_status: int = 200
+    """Of the health route once it is ready; whisper-server of old has none: 404."""
     ignore_sigterm: bool = False
     status: int = 200
     """Of inference requests; anything else comes with an error object."""
@@ -82,10 +90,13 @@ _LAST_WORD = re.compile(r"w(\d+)\s*$")
 
 
 def write_engine(path: Path, script: Script | None = None) -> Path:
-    """An executable stand-in with its own script; name it `llama-server`."""
+    """An executable stand-in with its own script; name it `llama-server`, or as one of `PROGRAMS`."""
     text = json.dumps(asdict(script or Script()))
-    program = f"{shlex.quote(sys.executable)} {shlex.quote(str(Path(__file__).resolve()))}"
-    path.write_text(f'#!/bin/sh\nSCRIPTED_ENGINE={shlex.quote(text)} exec {program} "$@"\n')
+    here = Path(__file__).resolve()
+    program = f"{shlex.quote(sys.executable)} {shlex.quote(str(here))}"
+    given = {"PYTHONPATH": str(here.parents[2]), "SCRIPTED_ENGINE": text, "SCRIPTED_PROGRAM": path.name}
+    environ = " ".join(f"{name}={shlex.quote(value)}" for name, value in given.items())
+    path.write_text(f'#!/bin/sh\n{environ} exec {program} "$@"\n')
     path.chmod(0o755)
     return path
 
@@ -96,6 +107,13 @@ class Engine:
         self.counters = Counters()
         self.alias = options.get("--alias", options.get("--model", "scripted"))
         self.model = options.get("--model", "")
+        self.program = PROGRAMS.get(os.environ.get("SCRIPTED_PROGRAM", ""))
+        self.health = self.program.health if self.program else "/health"
+        self.inference = set(self.program.inference) if self.program else INFERENCE
+        self.form = options.get("--inference-path", "/v1/audio/transcriptions")
+        if "--inference-path" in options:
+            self.inference = {self.form}
+        self.tag = options.get("flm tag", "")
         self.parallel = int(options.get("--parallel", "4"))
         self.key = key
         self.ready_at = time.monotonic() + script.load_seconds
@@ -128,6 +146,10 @@ class Engine:
             connection.error(401, "Invalid API Key", "authentication_error")
         elif time.monotonic() < self.ready_at:
             connection.error(503, "Loading model", "unavailable_error")
+        elif path == self.health and self.script.health_status == 200:
+            connection.reply(200, {"status": "ok", "models": [], "data": []})
+        elif self.program and path not in self.inference:
+            connection.error(404, "not found", "not_found_error")
         elif path in ("/health", "/v1/health"):
             connection.reply(200, {"status": "ok"})
         elif path == "/props":
@@ -137,7 +159,7 @@ class Engine:
             connection.reply(200, slots)
         elif path in ("/v1/models", "/models"):
             connection.reply(200, {"object": "list", "data": [{"id": self.alias, "object": "model"}]})
-        elif path not in INFERENCE:
+        elif path not in self.inference:
             connection.error(404, "File Not Found", "not_found_error")
         elif request.method != "POST":
             connection.error(405, "Method Not Allowed", "invalid_request_error")
@@ -145,10 +167,18 @@ class Engine:
             await self.infer(path, request, connection)
 
     async def infer(self, path: str, request: Request, connection: Connection) -> None:
+        body: dict[str, Any] = {}
         try:
-            body = json.loads(request.body)
-        except ValueError:
-            connection.error(400, "parse error", "invalid_request_error")
+            if path != self.form:
+                body = json.loads(request.body)
+            elif b'name="file"' not in request.body or b"RIFF" not in request.body:
+                raise ValueError("no sound in the form")
+            if self.tag and body.get("model", self.tag) != self.tag:
+                raise ValueError(f"flm serves {self.tag}")
+            if path.startswith("/v1/images/") and not body.get("prompt"):
+                raise ValueError("prompt required")
+        except ValueError as error:
+            connection.error(400, str(error), "invalid_request_error")
             return
         self.counters.requests += 1
         async with self.turns:
@@ -163,6 +193,12 @@ class Engine:
                     inputs = body["input"] if isinstance(body["input"], list) else [body["input"]]
                     data = [{"index": n, "embedding": [0.1, 0.2, 0.3]} for n in range(len(inputs))]
                     connection.reply(200, {"object": "list", "model": self.alias, "data": data})
+                elif path == self.form:
+                    words = " ".join(f"w{number}" for number in range(self.script.tokens))
+                    connection.reply(200, {"text": words})
+                elif path.startswith("/v1/images/"):
+                    image = base64.b64encode(b"\x89PNG\r\n\x1a\n" + body["prompt"].encode()).decode()
+                    connection.reply(200, {"created": 1, "data": [{"b64_json": image}], "output_format": "png"})
                 elif path == "/v1/rerank":
                     scores = [{"index": n, "relevance_score": 1.0 - n} for n in range(len(body["documents"]))]
                     connection.reply(200, {"object": "list", "model": self.alias, "results": scores})
@@ -329,6 +365,9 @@ class Connection(asyncio.Protocol):
 
 
 def _options(argv: list[str]) -> dict[str, str]:
+    program = PROGRAMS.get(os.environ.get("SCRIPTED_PROGRAM", ""))
+    if program is not None:
+        return strict_options(program, argv)
     aliases = {"-m": "--model", "-np": "--parallel", "-a": "--alias", "-c": "--ctx-size"}
     options = {}
     for index, argument in enumerate(argv):
