@@ -218,6 +218,8 @@ class GenerousLauncherd:
     """Speaks for launcherd with one ready model, and gives every holder its share: a killed worker's never lapse."""
 
     base_url: str
+    asked: list[Message] = field(default_factory=list)
+    """What is not about leases."""
     slot = SlotChanged(
         slot_id=SlotId("slot-1"), model=ModelName(MODEL), type="llm", state="ready", reason="ready", origin="flag",
         parallel=4,
@@ -241,11 +243,12 @@ class GenerousLauncherd:
                 )  # fmt: skip
             case ReportCredits():
                 return CreditsConfirmed()
+        self.asked.append(request)
         return Done()
 
 
 @contextmanager
-def scripted_model(paths: NodePaths, script: Script) -> Iterator[None]:
+def scripted_model(paths: NodePaths, script: Script) -> Iterator[GenerousLauncherd]:
     """The model ``scripted`` on a scripted engine, leased out by a stand-in for launcherd on the node's bus."""
     program = write_engine(paths.home / "llama-server", script)
     with socket.create_server(("127.0.0.1", 0)) as probe:
@@ -255,9 +258,9 @@ def scripted_model(paths: NodePaths, script: Script) -> Iterator[None]:
         stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     ended = threading.Event()
+    launcherd = GenerousLauncherd(f"http://127.0.0.1:{port}")
 
     async def serve() -> None:
-        launcherd = GenerousLauncherd(f"http://127.0.0.1:{port}")
         tasks = Tasks()
         server = BusServer("launcherd", paths, launcherd, launcherd.handle, tasks)
         server.start()
@@ -269,7 +272,7 @@ def scripted_model(paths: NodePaths, script: Script) -> Iterator[None]:
     thread.start()
     try:
         wait_until(lambda: _connects(port), 10, "the scripted engine listens")
-        yield
+        yield launcherd
     finally:
         ended.set()
         thread.join(10)

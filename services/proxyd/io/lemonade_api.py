@@ -262,7 +262,6 @@ class _PullStream:
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._before = api.download(pull)
         self._told: DownloadChanged | None = None
         self._told_at = 0.0
 
@@ -298,7 +297,7 @@ class _PullStream:
         now = time.monotonic()
         download = self._api.download(self._pull)
         # What an earlier download of the same model came to is no news.
-        if download is not None and download is not self._before and not is_ended(download) and download != self._told:
+        if download is not None and not is_ended(download) and download != self._told:
             self._told = download
             await self._event("progress", lemonade.progress(download))
         elif now - self._told_at >= KEEP_ALIVE_SECONDS:

@@ -22,7 +22,8 @@ from services.proxyd.requests_log import RequestsLog
 from shared import codec
 from shared.errors import MeshError, RequestRefused
 from shared.ids import ModelName
-from shared.messages.models import LoadModel, MeshModel, UnloadModel
+from shared.messages.downloads import CancelPull, DeleteModel, PullModel
+from shared.messages.models import LoadModel, MeshModel, PinModel, UnloadModel
 from shared.status_view import to_jsonable
 from shared.version import VERSION
 
@@ -32,6 +33,17 @@ STATUS_OF = {
     "unknown_daemon": 404,
     "key_not_found": 404,
     "not_loaded": 404,
+    "not_downloading": 404,
+    "file_not_found": 404,
+    "quantization_not_found": 404,
+    "option_refused": 400,
+    "backend_unknown": 400,
+    "recipe_unknown": 400,
+    "bad_source": 400,
+    "bad_labels": 400,
+    "ambiguous": 400,
+    "no_gguf": 400,
+    "disk_full": 507,
     "config": 400,
     "schema": 400,
     "overloaded": 429,
@@ -65,16 +77,30 @@ ROUTES = (
     ("GET", "/api/mesh/logs/{daemon}?lines=200", "the newest lines of a daemon's log; of another node with &node=NAME"),
     ("POST", "/api/mesh/models/load", "load a model on this node (token)"),
     ("POST", "/api/mesh/models/unload", "unload one model, or all (token)"),
+    ("POST", "/api/mesh/models/pin", "keep a model loaded, or let it go again (token)"),
+    ("POST", "/api/mesh/models/pull", "download a model onto this node's disk (token)"),
+    ("POST", "/api/mesh/models/pull/cancel", "stop a download; what is there is kept (token)"),
+    ("POST", "/api/mesh/models/delete", "unload a model and delete its files, if meshd downloaded them (token)"),
     ("POST", "/api/mesh/config/reload", "read mesh.toml again (token)"),
     ("POST", "/api/mesh/daemons/{name}/restart", "restart one daemon (token)"),
     *MESH_ROUTES,
 )
 
 
+ModelText = Annotated[str, Field(min_length=1, max_length=400)]
+SourceText = Annotated[str, Field(max_length=4096)]
+
+
 class LoadBody(BaseModel):
-    model: str = Field(min_length=1, max_length=400)
+    model: ModelText
     context_tokens: int = Field(default=0, ge=0)
     parallel: int = Field(default=0, ge=0, le=1024)
+    engine_args: list[SourceText] | None = Field(default=None, max_length=256)
+    """None: as configured, empty: none."""
+    backend: str = Field(default="", max_length=200)
+    """An installed build; empty: as configured."""
+    pinned: bool | None = None
+    """Pin or unpin it; None: leave that as it is."""
     wait: bool = True
     node: NodeName | None = None
     """Another node, by name or id: it loads with its own settings and is not waited for; needs an issuer's grant."""
@@ -85,6 +111,25 @@ class UnloadBody(BaseModel):
     wait: bool = True
     node: NodeName | None = None
     """Another node, by name or id; needs an issuer's grant."""
+
+
+class PinBody(BaseModel):
+    model: ModelText
+    pinned: bool = True
+
+
+class PullBody(BaseModel):
+    model: SourceText = Field(min_length=1)
+    """A name of the registry, ``org/repo:quant``, or a URL; with ``checkpoint`` a new name for that."""
+    checkpoint: SourceText = ""
+    recipe: str = Field(default="", max_length=64)
+    labels: list[Annotated[str, Field(max_length=64)]] = Field(default=[], max_length=32)
+    mmproj: SourceText = ""
+    wait: bool = False
+
+
+class ModelBody(BaseModel):
+    model: SourceText = Field(min_length=1)
 
 
 def build_management_api(
@@ -166,15 +211,24 @@ def build_management_api(
             return {"daemon": daemon[:40], **await queries.ask_node(peer_id, "logs", daemon[:40], lines=lines)}
         return {"daemon": daemon[:40], "lines": await queries.log_lines(daemon, lines)}
 
+    async def of_launcherd(message: codec.Message) -> Any:
+        return codec.to_jsonable(await queries.ask("launcherd", message, deadline_seconds=LOAD_SECONDS))
+
     @app.post("/api/mesh/models/load")
     async def load(body: LoadBody) -> Any:
         peer_id = await queries.other_node(body.node)
         if peer_id is not None:
             return await queries.ask_node(peer_id, "load", body.model)
         message = LoadModel(
-            model=ModelName(body.model), context_tokens=body.context_tokens, parallel=body.parallel, wait=body.wait
+            model=ModelName(body.model),
+            context_tokens=body.context_tokens,
+            parallel=body.parallel,
+            extra_args=None if body.engine_args is None else tuple(body.engine_args),
+            backend=body.backend,
+            pinned=body.pinned,
+            wait=body.wait,
         )
-        return codec.to_jsonable(await queries.ask("launcherd", message, deadline_seconds=LOAD_SECONDS))
+        return await of_launcherd(message)
 
     @app.post("/api/mesh/models/unload")
     async def unload(body: UnloadBody) -> Any:
@@ -182,8 +236,27 @@ def build_management_api(
         if peer_id is not None:
             return await queries.ask_node(peer_id, "unload", body.model or "")
         model = ModelName(body.model) if body.model else None
-        message = UnloadModel(model=model, wait=body.wait)
-        return codec.to_jsonable(await queries.ask("launcherd", message, deadline_seconds=LOAD_SECONDS))
+        return await of_launcherd(UnloadModel(model=model, wait=body.wait))
+
+    @app.post("/api/mesh/models/pin")
+    async def pin(body: PinBody) -> Any:
+        return await of_launcherd(PinModel(model=ModelName(body.model), pinned=body.pinned))
+
+    @app.post("/api/mesh/models/pull")
+    async def pull(body: PullBody) -> Any:
+        message = PullModel(
+            model=body.model, checkpoint=body.checkpoint, recipe=body.recipe, labels=tuple(body.labels),
+            mmproj=body.mmproj, wait=body.wait,
+        )  # fmt: skip
+        return await of_launcherd(message)
+
+    @app.post("/api/mesh/models/pull/cancel")
+    async def cancel_pull(body: ModelBody) -> Any:
+        return await of_launcherd(CancelPull(model=body.model))
+
+    @app.post("/api/mesh/models/delete")
+    async def delete(body: ModelBody) -> Any:
+        return await of_launcherd(DeleteModel(model=ModelName(body.model)))
 
     @app.post("/api/mesh/config/reload")
     async def reload() -> Any:

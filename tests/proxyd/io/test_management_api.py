@@ -7,12 +7,17 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from services.proxyd.io.management_api import ROUTES
 from services.proxyd.io.mesh_api import MESH_ROUTES
+from shared.codec import Message
+from shared.ids import ModelName
 from shared.io.keys_file import create_key, revoke_key
+from shared.messages.downloads import CancelPull, DeleteModel, PullModel
+from shared.messages.models import LoadModel, PinModel, UnloadModel
 from tests.engines.scripted_engine import Script
 from tests.proxyd.supervised import MODEL, Supervised, scripted_model, supervised
 from tests.waiting import wait_until
@@ -21,11 +26,16 @@ IN_MESH = {(method, path) for method, path, _ in MESH_ROUTES}
 EVIL = "<img src=x onerror=alert(1)>"
 
 
+ASKED: list[Message] = []
+"""What launcherd was asked."""
+
+
 @pytest.fixture(scope="module")
 def node() -> Iterator[Supervised]:
     home = Path(tempfile.mkdtemp(prefix="mesh-", dir="/tmp"))
     try:
-        with supervised(home) as running, scripted_model(running.paths, Script(tokens=3)):
+        with supervised(home) as running, scripted_model(running.paths, Script(tokens=3)) as launcherd:
+            launcherd.asked = ASKED
             running.wait_live()
             wait_until(lambda: running.get("/live", port="console")[0] == 200, 20, "the management API")
             yield running
@@ -156,6 +166,53 @@ def test_a_bad_body_is_named(node: Supervised) -> None:
         status, _, answer = node.request("POST", "/api/mesh/models/load", body, token(node), port="console")
         assert status == 400, body
         assert json.loads(answer)["error"]["code"] == "bad_request"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (
+            "load",
+            {"model": "m", "engine_args": ["-b", "8"], "backend": "cpu", "pinned": True, "wait": False},
+            LoadModel(model=ModelName("m"), extra_args=("-b", "8"), backend="cpu", pinned=True, wait=False),
+        ),
+        ("load", {"model": "m"}, LoadModel(model=ModelName("m"))),
+        ("pin", {"model": "m"}, PinModel(model=ModelName("m"))),
+        ("pin", {"model": "m", "pinned": False}, PinModel(model=ModelName("m"), pinned=False)),
+        (
+            "pull",
+            {"model": "mine", "checkpoint": "o/r:Q4", "recipe": "llamacpp", "labels": ["vision"], "mmproj": "p.gguf"},
+            PullModel(
+                model="mine", checkpoint="o/r:Q4", recipe="llamacpp", labels=("vision",), mmproj="p.gguf", wait=False
+            ),
+        ),
+        ("pull/cancel", {"model": "mine"}, CancelPull(model="mine")),
+        ("delete", {"model": "mine"}, DeleteModel(model=ModelName("mine"))),
+        ("unload", {"model": "m"}, UnloadModel(model=ModelName("m"))),
+    ],
+)
+def test_what_is_done_with_models_is_asked_of_launcherd(
+    node: Supervised, path: str, body: dict[str, Any], message: Message
+) -> None:
+    """docs/spec/management.md 7."""
+    ASKED.clear()
+    status, _, answer = node.request("POST", f"/api/mesh/models/{path}", body, token(node), port="console")
+    assert status == 200, answer
+    assert [message] == ASKED
+
+
+def test_lemonades_routes_of_a_real_worker(node: Supervised) -> None:
+    """docs/spec/lemonade.md 8 and 23."""
+    health = json.loads(node.get("/api/v1/health")[1])
+    assert (health["model_loaded"], health["all_models_loaded"][0]["type"]) == (MODEL, "llm")
+    ASKED.clear()
+    body = {"model_name": "known"}
+    assert node.request("POST", "/api/v1/delete", body, {"X-Forwarded-For": "10.0.0.1"})[0] == 401
+    assert node.request("POST", "/api/v1/delete", body, {"X-Mesh-Token": "0" * 64})[0] == 401
+    assert ASKED == []
+    assert node.request("POST", "/api/v1/delete", body)[0] == 200
+    assert node.request("POST", "/api/v1/delete", body, {"X-Forwarded-For": "10.0.0.1", **token(node)})[0] == 200
+    assert [DeleteModel(model=ModelName("known"))] * 2 == ASKED
 
 
 def test_restart_through_the_api_replaces_the_worker(node: Supervised) -> None:
