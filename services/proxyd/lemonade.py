@@ -9,8 +9,10 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qs
 
 from services.proxyd.local_view import LocalView, SeenSlot
+from services.proxyd.replies import Failure
 from services.proxyd.requests_log import RequestRecord
 from shared.ids import ModelName
 from shared.messages.downloads import DownloadChanged, RegisteredModel
@@ -208,6 +210,25 @@ def model_facts(view: LocalView, local: LocalModel | None, registered: Registere
     if local is not None and local.trained_context_tokens:
         facts["max_context_window"] = local.trained_context_tokens
     return facts
+
+
+def unknown_model(name: str, view: LocalView) -> Failure:
+    """404 with the nearest names."""
+    nearest = view.nearest(name)
+    near = f" Nearest: {', '.join(nearest)}." if nearest else ""
+    return Failure(
+        404,
+        "model_not_found",
+        f"there is no model {name!r} on this node or in its registry.{near} GET models?show_all=true lists them all; "
+        "give 'checkpoint' to register a new one",
+        param="model_name",
+    )
+
+
+def query_flag(query: bytes, name: str) -> bool:
+    """Whether ``name=true`` (or 1, yes) is in a query string."""
+    values: Iterable[str] = parse_qs(query.decode("latin-1"), keep_blank_values=True).get(name, ())
+    return any(value.lower() in ("true", "1", "yes") for value in values)
 
 
 # -- system-info --------------------------------------------------------------------------------------------

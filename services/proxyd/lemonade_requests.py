@@ -9,13 +9,12 @@ Source: docs/spec/lemonade.md; TRAPS 25.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
-from urllib.parse import parse_qs
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
+from services.proxyd.lemonade import unknown_model
 from services.proxyd.local_view import LocalView
 from services.proxyd.replies import Failure
 from shared.errors import RequestRefused
@@ -34,8 +33,7 @@ _BY_EITHER_NAME = AliasChoices("model_name", "model")
 
 
 class _Body(BaseModel):
-    # Built at the first request that needs it, so that a worker that starts does not wait for it.
-    model_config = ConfigDict(strict=True, extra="allow", frozen=True, defer_build=True, protected_namespaces=())
+    model_config = ConfigDict(strict=True, extra="allow", frozen=True, protected_namespaces=())
 
 
 class _Registration(_Body):
@@ -280,25 +278,6 @@ def failure_of(error: RequestRefused) -> Failure:
     if retry is None and status in (429, 503):
         retry = 1.0
     return Failure(status, error.code, error.detail, retry_after_seconds=retry)
-
-
-def unknown_model(name: str, view: LocalView) -> Failure:
-    """404 with the nearest names."""
-    nearest = view.nearest(name)
-    near = f" Nearest: {', '.join(nearest)}." if nearest else ""
-    return Failure(
-        404,
-        "model_not_found",
-        f"there is no model {name!r} on this node or in its registry.{near} GET models?show_all=true lists them all; "
-        "give 'checkpoint' to register a new one",
-        param="model_name",
-    )
-
-
-def query_flag(query: bytes, name: str) -> bool:
-    """Whether ``name=true`` (or 1, yes) is in a query string."""
-    values: Iterable[str] = parse_qs(query.decode("latin-1"), keep_blank_values=True).get(name, ())
-    return any(value.lower() in ("true", "1", "yes") for value in values)
 
 
 def dump_load(plan: LoadPlan, view: LocalView) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from services.proxyd.lemonade import (
     model_entry,
     models_list,
     progress,
+    query_flag,
     shown_checkpoint,
     stats,
     system_info,
@@ -268,3 +269,12 @@ def test_events_of_a_download() -> None:
     assert progress(replace(running, bytes_total=0))["percent"] == 0
     assert (complete("m", running)["percent"], complete("m", running)["total_files"]) == (100, 2)
     assert complete("m", None)["percent"] == 100
+
+
+@pytest.mark.parametrize(
+    ("query", "flag"),
+    [(b"", False), (b"show_all=true", True), (b"a=1&show_all=True", True), (b"show_all=false", False),
+     (b"show_all", False), (b"show_all=1", True), (b"\xff=%ff&show_all=true", True)],
+)  # fmt: skip
+def test_flags_of_a_query(query: bytes, flag: bool) -> None:
+    assert query_flag(query, "show_all") is flag

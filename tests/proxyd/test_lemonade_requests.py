@@ -22,7 +22,6 @@ from services.proxyd.lemonade_requests import (
     failure_of,
     pin_message,
     plan_load,
-    query_flag,
     read_body,
     set_limits,
     unload_message,
@@ -278,12 +277,3 @@ def test_refusals_in_http(code: str, status: int) -> None:
     error = failure_of(RequestRefused(code, "words"))
     assert (error.status, error.code, error.message) == (status, code, "words")
     assert (error.retry_after_seconds is not None) == (status in (429, 503))
-
-
-@pytest.mark.parametrize(
-    ("query", "flag"),
-    [(b"", False), (b"show_all=true", True), (b"a=1&show_all=True", True), (b"show_all=false", False),
-     (b"show_all", False), (b"show_all=1", True), (b"\xff=%ff&show_all=true", True)],
-)  # fmt: skip
-def test_flags_of_a_query(query: bytes, flag: bool) -> None:
-    assert query_flag(query, "show_all") is flag

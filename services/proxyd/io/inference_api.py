@@ -15,8 +15,8 @@ from typing import Any
 from services.proxyd.headers import read_headers
 from services.proxyd.interfaces import AccessCheck, AskLauncherd, Headers, Idle, MetricsSink, Place
 from services.proxyd.io.data_plane import DataPlane, Receive, RunningRequests, Scope, Send
-from services.proxyd.io.exchange import Exchange
-from services.proxyd.io.lemonade_api import ClientGone, LemonadeApi
+from services.proxyd.io.exchange import ClientGone, Exchange
+from services.proxyd.io.lemonade_api import LemonadeApi
 from services.proxyd.io.remote import Tunnels
 from services.proxyd.io.upstream import UpstreamPool
 from services.proxyd.lemonade import model_facts
