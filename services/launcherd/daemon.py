@@ -22,6 +22,7 @@ from services.launcherd.io.engine_log import log_tail
 from services.launcherd.io.engine_records import EngineRecord
 from services.launcherd.io.library import LOOK_SECONDS, Library
 from services.launcherd.io.memory_file import MemoryFile
+from services.launcherd.io.npu import find_npus
 from services.launcherd.model_names import find_name
 from services.launcherd.options import listed_options
 from services.launcherd.slot_events import (
@@ -325,6 +326,7 @@ class Launcher:
                 backend=installed.backend,
                 missing_backends=installed.missing_backends,
                 missing_recipes=installed.missing_recipes,
+                npus=await asyncio.to_thread(find_npus),
             )
         )
         self._measured.set()

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from services.launcherd.command_line import EngineOptions
 from services.launcherd.failures import FailureRecord
 from services.launcherd.leases import LeaseBook, Waiter
-from services.launcherd.options import engine_options, listed_options, local_model, options_need_bytes
+from services.launcherd.node_words import device_message, inventory_message, limits_message
+from services.launcherd.options import engine_options, options_need_bytes
 from services.launcherd.placement import SAFE_SECONDS, Placement
 from services.launcherd.recipes import processors
 from services.launcherd.slot import COMING, COUNTER_SECONDS, OCCUPYING, RUNNING, Drain, Slot
@@ -33,7 +34,6 @@ from shared.ids import HolderId, ModelName, SlotId
 from shared.messages.daemon import Done, Refused
 from shared.messages.leases import CreditsConfirmed, LeaseGranted
 from shared.messages.models import (
-    MODEL_TYPES,
     DeviceChanged,
     InventoryChanged,
     LimitsChanged,
@@ -410,39 +410,26 @@ class SlotBook:
         if not self._inventory_stale:
             return
         self._inventory_stale = False
-        models = tuple(
-            local_model(known, listed_options(known, self.config, self.cores)) for known in self.models.values()
-        )
-        inventory = InventoryChanged(models=models, skipped=self.skipped)
+        inventory = inventory_message(self.models.values(), self.skipped, self.config, self.cores)
         if inventory != self.inventory:
             self.inventory = inventory
             self.effects.append(Publish(message=inventory))
 
     def _publish_device(self) -> None:
-        device = self.device
-        if device is None:
+        if self.device is None:
             return
         others = sum(
             slot.need_bytes
             for slot in self.slots.values()
             if slot.model.file.type != "llm" and not slot.model.builtin and self.occupies(slot)
         )
-        changed = DeviceChanged(
-            device=device.device,
-            vram_bytes=max(0, device.capacity_bytes - others),
-            total_bytes=device.total_bytes,
-            reserve_bytes=device.reserve_bytes,
-            engine=device.engine,
-            engine_reason=device.engine_reason,
-        )
+        changed = device_message(self.device, self.config, others)
         if changed != self.device_changed:
             self.device_changed = changed
             self.effects.append(Publish(message=changed))
 
     def _publish_limits(self) -> None:
-        words = "set while the node runs, until the configured limits change" if self.limits_set else "as configured"
-        each = tuple(self.slot_limit(type) for type in MODEL_TYPES)
-        limits = LimitsChanged(max_loaded_models=each, reason=words)
+        limits = limits_message(self.config, self.limits_set)
         if limits != self.limits_changed:
             self.limits_changed = limits
             self.effects.append(Publish(message=limits))

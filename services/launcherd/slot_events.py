@@ -124,6 +124,7 @@ class DeviceMeasured:
     """Builds of llama.cpp that are not installed: name to the words why and how to get it…"""
     missing_recipes: Mapping[str, str] = field(default_factory=dict)
     """…and recipes whose program is not."""
+    npus: tuple[str, ...] = ()
 
     @property
     def capacity_bytes(self) -> int:
