@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import ipaddress
 import itertools
+import json
 import math
 import os
 import re
@@ -57,6 +58,8 @@ class ModelsSection:
     """One number for every type, or one each for llm embedding reranking audio image (the rest 1). -1: no limit."""
     idle_unload_minutes: float = 0.0
     """Unload a model unused for so long; 0: never."""
+    download_stall_seconds: float = 60.0
+    """A download's server may say nothing for so long; how long the whole takes does not matter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,8 +189,12 @@ ENVIRONMENT: dict[str, tuple[str, str]] = {
     "MESH_CTX_SIZE": ("engine", "context_tokens"),
     "MESH_LLAMACPP_ARGS": ("engine", "extra_args"),
     "MESH_LLAMACPP_BACKEND": ("engine", "backend"),
+    "MESH_DOWNLOAD_STALL_SECONDS": ("models", "download_stall_seconds"),
 }
 """Variables that override the file: name -> (section, key)."""
+
+OVERRIDDEN_NAME = "command_line.json"
+"""Beside ``mesh.toml``: the variables that the command line of ``meshctl up`` overrides for this start of the node."""
 
 
 def load_config(path: Path, environ: Mapping[str, str]) -> NodeConfig:
@@ -205,7 +212,24 @@ def load_config(path: Path, environ: Mapping[str, str]) -> NodeConfig:
         raise ConfigError(f"cannot read {path}: {error}; fix its permissions or contents") from error
     except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML: {error}") from error
-    return build_config(document, environ, source=str(path), configured=configured)
+    return build_config(document, heeded(path, environ), source=str(path), configured=configured)
+
+
+def heeded(path: Path, environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without the variables that the command line of ``meshctl up`` overrides; its values are in ``path``.
+
+    Raises: ConfigError.
+    """
+    file = path.with_name(OVERRIDDEN_NAME)
+    try:
+        overridden = frozenset(json.loads(file.read_text(encoding="utf-8")))
+        return {name: value for name, value in environ.items() if name not in overridden}
+    except FileNotFoundError:
+        return dict(environ)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigError(
+            f"cannot read {file}: {error}; remove it, or start the node anew with 'meshctl up'"
+        ) from error
 
 
 def build_config(
@@ -292,7 +316,7 @@ def _checked(
     return checked
 
 
-LOWEST = {"gpu_layers": -1, "parallel": 1, "queue_limit": 1, "max_body_bytes": 1}
+LOWEST = {"download_stall_seconds": 0.1, "gpu_layers": -1, "parallel": 1, "queue_limit": 1, "max_body_bytes": 1}
 """Smallest value of a number; 0 for all others."""
 
 

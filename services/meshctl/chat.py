@@ -15,6 +15,8 @@ from services.meshctl.node import Node
 from services.meshctl.output import clean, fail, print_json, progress
 from services.meshctl.up import bring_up, changes_of
 from shared.errors import MeshError
+from shared.ids import ModelName
+from shared.messages.models import LoadModel
 
 if TYPE_CHECKING:
     from shared.node_status import NodeStatus
@@ -52,7 +54,7 @@ def chat(
     view = node.status()
     name = model or choose_model(view)
     if not _is_ready(view, name):
-        load_model(node, name)
+        load_model(node, LoadModel(model=ModelName(name)))
     talk = Talk(node, view.addresses.api, name, system, {"max_tokens": max_tokens, "temperature": temperature}, key)
     converse(talk, message, as_json)
 
@@ -70,7 +72,7 @@ def run(model: str, prompt: str | None, as_json: bool) -> None:
     if node.supervised is None or changes:
         bring_up(node, changes)
         node = Node()
-    loaded = load_model(node, name)
+    loaded = load_model(node, LoadModel(model=ModelName(name)))
     if not loaded.already:
         progress(f"{loaded.model} is ready, loaded in {loaded.load_seconds:.1f} s")
     converse(Talk(node, node.status().addresses.api, loaded.model), prompt, as_json)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -12,7 +12,7 @@ from services.meshctl.machine import engine_found
 from services.meshctl.node import Node
 from services.meshctl.output import clean, print_json, progress
 from services.meshctl.reload import reload_daemons, say_reloaded
-from shared.config import ENVIRONMENT, SECTIONS, NodeConfig, is_loopback
+from shared.config import ENVIRONMENT, SECTIONS, NodeConfig, heeded, is_loopback
 
 
 @click.group()
@@ -71,7 +71,7 @@ def show(key: str | None, as_json: bool) -> None:
         if as_json:
             print_json({"key": key, "value": value, "source": origins[key]})
         else:
-            click.echo(_toml(value) if isinstance(value, tuple | bool) else str(value))
+            click.echo(_toml(value) if isinstance(value, tuple | bool | Mapping) else str(value))
         return
     if as_json:
         print_json(
@@ -119,7 +119,8 @@ def set_(key: str, value: str, as_json: bool) -> None:
     click.echo(f"{key} = {_toml(parsed)}" + ("" if changed else " (as before)"))
     if result is not None:
         say_reloaded(result)
-    for name in (name for name, place in ENVIRONMENT.items() if place == where and os.environ.get(name)):
+    said = heeded(node.paths.config_file, node.environ)
+    for name in (name for name, place in ENVIRONMENT.items() if place == where and said.get(name)):
         progress(f"Note: {name} is set in this shell and overrides it here")
 
 
@@ -142,4 +143,8 @@ def reload_(as_json: bool) -> None:
 def _toml(value: Any) -> str:
     import tomlkit
 
+    if isinstance(value, Mapping):
+        table = tomlkit.inline_table()
+        table.update(value)
+        return str(table.as_string())
     return str(tomlkit.item(list(value) if isinstance(value, tuple) else value).as_string())

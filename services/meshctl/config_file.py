@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import tomllib
 from collections.abc import Mapping
@@ -12,8 +13,18 @@ from typing import Any, get_type_hints
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from shared.config import ENVIRONMENT, SECTIONS, NodeConfig, build_config, load_config, parse_limits
+from shared.config import (
+    ENVIRONMENT,
+    OVERRIDDEN_NAME,
+    SECTIONS,
+    NodeConfig,
+    build_config,
+    heeded,
+    load_config,
+    parse_limits,
+)
 from shared.errors import ConfigError, StateError
+from shared.llamacpp_args import split_args
 
 Changes = Mapping[tuple[str, str], Any]
 """(section, key) -> value."""
@@ -70,6 +81,8 @@ def edited(text: str, changes: Changes, *, source: str) -> tuple[str, tuple[str,
 def parse_setting(dotted: str, text: str) -> tuple[tuple[str, str], Any]:
     """``api.port``, ``9437`` as (section, key) and a TOML value of that setting's type. Raises: ConfigError."""
     section, key = split_setting(dotted)
+    if (section, key) == ("engine", "extra_args") and not text.lstrip().startswith("["):
+        return (section, key), list(split_args(text, source="config set"))
     if (section, key) == ("models", "max_loaded_models"):
         limits = parse_limits(text, source="config set")
         return (section, key), limits[0] if len(limits) == 1 else list(limits)
@@ -81,7 +94,7 @@ def parse_setting(dotted: str, text: str) -> tuple[tuple[str, str], Any]:
             return (section, key), wanted(text)
         if wanted is str:
             return (section, key), text
-        if text.lstrip().startswith("["):
+        if text.lstrip().startswith(("[", "{")):
             return (section, key), tomllib.loads(f"value = {text}")["value"]
         return (section, key), [part.strip() for part in text.split(",") if part.strip()]
     except (KeyError, ValueError):
@@ -107,13 +120,34 @@ def sources(path: Path, environ: Mapping[str, str]) -> tuple[NodeConfig, dict[st
     """The effective configuration, and for each dotted key where its value comes from. Raises: ConfigError."""
     config = load_config(path, environ)
     written = tomllib.loads(path.read_text(encoding="utf-8")) if config.configured else {}
-    variables = {where: name for name, where in ENVIRONMENT.items() if environ.get(name)}
+    said = heeded(path, environ)
+    variables = {where: name for name, where in ENVIRONMENT.items() if said.get(name)}
     return config, {
         f"{section}.{key}": variables.get((section, key))
         or (path.name if key in written.get(section, {}) else "default")
         for section, cls in SECTIONS.items()
         for key in get_type_hints(cls)
     }
+
+
+def override_variables(path: Path, changes: Changes, *, starts: bool) -> tuple[str, ...]:
+    """From now on ``changes``, which the command line said, count more than the variables for them.
+
+    Where the node ``starts`` that is all that was said, else it is added to what was. Returns these variables.
+    Raises: ConfigError, StateError.
+    """
+    said = tuple(variable for variable, where in ENVIRONMENT.items() if where in changes)
+    file = path.with_name(OVERRIDDEN_NAME)
+    with _locked(path):
+        try:
+            before = set() if starts else set(ENVIRONMENT) - heeded(path, dict.fromkeys(ENVIRONMENT, "")).keys()
+            if before | set(said):
+                _replace(file, json.dumps(sorted(before | set(said))) + "\n")
+            else:
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise _cannot_write(file, error) from error
+    return said
 
 
 class _locked:

@@ -16,6 +16,7 @@ from services.meshctl.output import Waiting, clean, print_json, progress
 from services.meshctl.reload import reload_daemons
 from shared.codec import Message
 from shared.ids import ModelName
+from shared.llamacpp_args import split_args
 from shared.messages.daemon import Done
 from shared.messages.models import LoadModel, ModelLoaded, SlotChanged, UnloadModel
 
@@ -27,12 +28,29 @@ LOOK_SECONDS = 0.3
 @click.command()
 @click.argument("model", shell_complete=complete_model)
 @click.option(
-    "--ctx", "context_tokens", type=click.IntRange(min=0), default=0, help="Context over all requests, tokens."
+    "--ctx-size",
+    "--ctx",
+    "context_tokens",
+    type=click.IntRange(min=0),
+    default=0,
+    help="Context over all requests, tokens.",
 )
 @click.option("--parallel", type=click.IntRange(min=0), default=0, help="Requests it works on at once.")
+@click.option("--llamacpp-args", metavar="ARGS", help="Options for llama.cpp instead of the configured ones, quoted.")
+@click.option("--llamacpp-backend", metavar="NAME", default="", help="Build of llama.cpp that runs it.")
+@click.option("--pin/--no-pin", "pinned", default=None, help="Keep it loaded when others need the place, or no longer.")
 @on_node
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def load(model: str, context_tokens: int, parallel: int, where: str | None, as_json: bool) -> None:
+def load(
+    model: str,
+    context_tokens: int,
+    parallel: int,
+    llamacpp_args: str | None,
+    llamacpp_backend: str,
+    pinned: bool | None,
+    where: str | None,
+    as_json: bool,
+) -> None:
     """Load MODEL on this node and wait until it is ready.
 
     With the same options on a loaded model nothing happens; with others it is loaded again. With --node the other node
@@ -41,11 +59,19 @@ def load(model: str, context_tokens: int, parallel: int, where: str | None, as_j
     node = Node()
     peer_id = other_node(node, where)
     if peer_id is not None:
-        if context_tokens or parallel:
-            raise NotOnAnotherNode("--ctx and --parallel are for this node; another node loads with its own settings")
+        if context_tokens or parallel or llamacpp_args is not None or llamacpp_backend or pinned is not None:
+            raise NotOnAnotherNode("options are for this node; another node loads with its own settings")
         _say(where, model, ask_node(node, peer_id, "load", model), as_json, hint="'meshctl ps' shows when it is ready")
         return
-    loaded = load_model(node, model, context_tokens=context_tokens, parallel=parallel)
+    request = LoadModel(
+        model=ModelName(model),
+        context_tokens=context_tokens,
+        parallel=parallel,
+        extra_args=None if llamacpp_args is None else split_args(llamacpp_args, source="--llamacpp-args"),
+        backend=llamacpp_backend,
+        pinned=pinned,
+    )
+    loaded = load_model(node, request)
     if as_json:
         print_json(
             {
@@ -81,15 +107,14 @@ def _next(node: Node, model: ModelName) -> str:
     return f"POST {route}" if route else f"meshctl chat {clean(shlex.quote(model))}"
 
 
-def load_model(node: Node, model: str, *, context_tokens: int = 0, parallel: int = 0) -> ModelLoaded:
+def load_model(node: Node, request: LoadModel) -> ModelLoaded:
     """Ready when it returns. An idle node gets its ``mesh.toml`` first.
 
     Raises: NodeDown, RequestRefused with launcherd's reason, DaemonUnreachable.
     """
     node.running()
     configure(node)
-    request = LoadModel(model=ModelName(model), context_tokens=context_tokens, parallel=parallel)
-    reply = _ask_and_watch(node, request, model)
+    reply = _ask_and_watch(node, request, request.model)
     assert isinstance(reply, ModelLoaded), reply
     return reply
 

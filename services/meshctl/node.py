@@ -54,6 +54,15 @@ class Supervised:
     pid: int
     log_folder: Path
 
+    def environ(self) -> dict[str, str]:
+        """What its daemons were started with; empty where the system does not tell."""
+        import psutil
+
+        try:
+            return psutil.Process(self.pid).environ()
+        except (psutil.Error, OSError):
+            return {}
+
 
 @dataclass
 class Survey:

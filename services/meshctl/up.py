@@ -9,22 +9,23 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from services.meshctl.config_file import Changes, update_config
+from services.meshctl.config_file import Changes, override_variables, update_config
 from services.meshctl.http_client import answers
 from services.meshctl.leftovers import locked_daemons
 from services.meshctl.machine import bind_problem, describe, engine_found, port_owners, wanted_ports
 from services.meshctl.node import Node, checked_home, listens, make_folder, wait_until
 from services.meshctl.output import Waiting, age, clean, print_json, progress, size
 from services.meshctl.reload import Reloaded, reload_daemons, say_reloaded
-from shared.config import NodeConfig, parse_limits
+from shared.config import ENVIRONMENT, NodeConfig, heeded, parse_limits
 from shared.errors import MeshError, StateError
 from shared.io.keys_file import load_keys
+from shared.llamacpp_args import split_args
 from shared.node_status import DaemonStatus, NodeStatus
 from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
 from shared.status_view import to_jsonable
@@ -63,6 +64,9 @@ class StartFailed(MeshError):
 @click.option(
     "--max-loaded-models", metavar="N…", help="One number, or one per type: llm embedding reranking audio image."
 )
+@click.option("--ctx-size", type=click.IntRange(min=0), metavar="N", help="Context of a model, over all its requests.")
+@click.option("--llamacpp-args", metavar="ARGS", help="Further options for llama.cpp, in one quoted text.")
+@click.option("--llamacpp-backend", metavar="NAME", help="Build of llama.cpp: embedded, path, or one of mesh.toml.")
 @click.option(
     "--client/--no-client",
     "client",
@@ -75,18 +79,25 @@ def up(
     models: tuple[str, ...],
     folders: tuple[str, ...],
     max_loaded_models: str | None,
+    ctx_size: int | None,
+    llamacpp_args: str | None,
+    llamacpp_backend: str | None,
     client: bool | None,
     foreground: bool,
     as_json: bool,
 ) -> None:
     """Start this node and wait until it answers.
 
-    What the options say is written into mesh.toml. On a running node they are applied without a restart.
+    What the options say is written into mesh.toml. On a running node they are applied without a restart. They count
+    more than MESH_* variables, for as long as this start of the node lasts.
     """
     node = Node()
     if client and models:
         raise click.UsageError(CLIENT_WITH_MODEL)
-    changes = changes_of(node, models, folders, max_loaded_models, client)
+    changes = {
+        **changes_of(node, models, folders, max_loaded_models, client),
+        **engine_changes(ctx_size, llamacpp_args, llamacpp_backend),
+    }
     if foreground:
         if node.supervised is not None:
             raise StateError("this node is running already; stop it with 'meshctl down' first")
@@ -149,6 +160,16 @@ def changes_of(
     return changes
 
 
+def engine_changes(ctx_size: int | None, args: str | None, backend: str | None) -> Changes:
+    """What the options for llama.cpp mean for ``mesh.toml``. Raises: ConfigError."""
+    given = {
+        "context_tokens": ctx_size,
+        "extra_args": None if args is None else list(split_args(args, source="--llamacpp-args")),
+        "backend": backend,
+    }
+    return {("engine", key): value for key, value in given.items() if value is not None}
+
+
 def bring_up(node: Node, changes: Changes) -> tuple[bool, Reloaded | None]:
     """A running, configured node with ``changes`` applied: (was it running, what the reload changed).
 
@@ -156,9 +177,13 @@ def bring_up(node: Node, changes: Changes) -> tuple[bool, Reloaded | None]:
     """
     if node.supervised is not None:
         fresh = not node.paths.config_file.exists()
-        written = update_config(node.paths.config_file, node.environ, changes)
+        variables = [name for name, where in ENVIRONMENT.items() if where in changes]
+        environ = heeded(node.paths.config_file, _without(node.environ, variables))
+        written = update_config(node.paths.config_file, environ, changes)
+        override_variables(node.paths.config_file, changes, starts=False)
         node.__dict__.pop("config", None)
-        reloaded = reload_daemons(node) if fresh or written else None
+        outvoted = _say_overridden(variables, {**node.supervised.environ(), **node.environ})
+        reloaded = reload_daemons(node) if fresh or written or outvoted else None
         await_answer(node)
         return True, reloaded
     prepare(node, changes)
@@ -170,8 +195,11 @@ def bring_up(node: Node, changes: Changes) -> tuple[bool, Reloaded | None]:
 def prepare(node: Node, changes: Changes) -> None:
     """Everything that can be known to go wrong before a process is started. Raises: MeshError."""
     checked_home(node.paths)
-    update_config(node.paths.config_file, node.environ, changes)
+    variables = [name for name, where in ENVIRONMENT.items() if where in changes]
+    update_config(node.paths.config_file, _without(node.environ, variables), changes)
+    override_variables(node.paths.config_file, changes, starts=True)
     node.__dict__.pop("config", None)
+    _say_overridden(variables, node.environ)
     config = node.config
     for path in config.model_folders():
         if path == DEFAULT_MODELS_FOLDER.expanduser():
@@ -193,6 +221,18 @@ def prepare(node: Node, changes: Changes) -> None:
     _, missing = engine_found(config, node.environ)
     if missing:
         progress(f"Warning: {missing}. The node starts, but cannot run models")
+
+
+def _without(environ: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if name not in names}
+
+
+def _say_overridden(variables: Sequence[str], environ: Mapping[str, str]) -> bool:
+    """Say which variables the command line overrides; whether there are any."""
+    outvoted = [name for name in variables if environ.get(name)]
+    for name in outvoted:
+        progress(f"Note: {name} is set too; what the command line says counts for as long as this node runs")
+    return bool(outvoted)
 
 
 def _check_ports(config: NodeConfig) -> None:

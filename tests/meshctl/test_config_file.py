@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from services.meshctl.config_file import edited, parse_setting, sources, update_config
-from shared.config import load_config
+from services.meshctl.config_file import edited, override_variables, parse_setting, sources, update_config
+from shared.config import OVERRIDDEN_NAME, NodeConfig, heeded, load_config
 from shared.errors import ConfigError
 
 OWNERS = """\
@@ -98,6 +98,8 @@ def test_two_at_once_lose_nothing(tmp_path: Path) -> None:
         ("api.allow_public_without_keys", "true", True),
         ("models.folders", "~/.models,/srv", ["~/.models", "/srv"]),
         ("engine.extra_args", '["--flash-attn", "a,b"]', ["--flash-attn", "a,b"]),
+        ("engine.extra_args", "--x on --template 'a b'", ["--x", "on", "--template", "a b"]),
+        ("engine.backends", '{ cpu = "/opt/llama-server" }', {"cpu": "/opt/llama-server"}),
         ("models.serve", "", []),
         ("models.max_loaded_models", "5 2 4", [5, 2, 4]),
         ("models.max_loaded_models", "-1", -1),
@@ -116,6 +118,7 @@ def test_settings_are_parsed_by_their_type(key: str, text: str, value: object) -
         ("api.prot", "1", "did you mean api.port"),
         ("folders", "x", "did you mean models.folders"),
         ("models.serve", "[unclosed", "a list like"),
+        ("engine.extra_args", "--x 'a", "config set = .* a quotation mark is not closed"),
         ("models.max_loaded_models", "0", "config set: models.max_loaded_models = '0': .* at least 1"),
     ],
 )
@@ -134,3 +137,31 @@ def test_every_setting_knows_where_it_comes_from(tmp_path: Path) -> None:
         "MESH_CONSOLE_PORT",
         "default",
     )
+
+
+def test_the_command_line_overrides_variables_for_this_start(tmp_path: Path) -> None:
+    """docs/spec/options.md 3: what the command line says counts more than the variable for the same option as long as
+    this start of the node lasts, also when it is given to a running node. The next start heeds the variable again."""
+    path, environ = tmp_path / "mesh.toml", {"MESH_CTX_SIZE": "111", "MESH_LLAMACPP_BACKEND": "embedded", "X": "1"}
+    path.write_text("[engine]\ncontext_tokens = 222\n")
+    assert override_variables(path, {("models", "serve"): ["a"]}, starts=True) == ()
+    assert load_config(path, environ).engine.context_tokens == 111
+    assert override_variables(path, {("engine", "context_tokens"): 222}, starts=False) == ("MESH_CTX_SIZE",)
+    assert load_config(path, environ).engine.context_tokens == 222
+    assert load_config(path, environ).engine.backend == "embedded"
+    assert sources(path, environ)[1]["engine.context_tokens"] == "mesh.toml"
+    override_variables(path, {("engine", "backend"): ""}, starts=False)
+    assert heeded(path, environ) == {"X": "1"}
+    assert override_variables(path, {("engine", "backend"): ""}, starts=True) == ("MESH_LLAMACPP_BACKEND",)
+    assert load_config(path, environ).engine.context_tokens == 111
+    override_variables(path, {}, starts=True)
+    assert heeded(path, environ) == environ
+
+
+@pytest.mark.parametrize("text", ["", "{", "1", "[[]]"])
+def test_a_broken_record_of_the_command_line_is_said(tmp_path: Path, text: str) -> None:
+    (tmp_path / OVERRIDDEN_NAME).write_text(text)
+    with pytest.raises(ConfigError, match=r"command_line.json: .* with 'meshctl up'"):
+        load_config(tmp_path / "mesh.toml", {})
+    override_variables(tmp_path / "mesh.toml", {}, starts=True)
+    assert load_config(tmp_path / "mesh.toml", {}) == NodeConfig()

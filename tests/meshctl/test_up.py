@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from services.meshctl.node import Node
-from services.meshctl.up import changes_of, first_lines, up
+from services.meshctl.up import changes_of, engine_changes, first_lines, up
+from shared.errors import ConfigError
 from shared.io.keys_file import create_key, revoke_key
 from shared.node_status import Addresses
 from shared.status_view import build_status
@@ -46,4 +47,39 @@ def test_a_client_serves_no_model(mesh_home: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MESH_HOME", str(mesh_home))
     with pytest.raises(click.UsageError, match="serves nothing"):
         CliRunner().invoke(up, ["--client", "--model", "m"], standalone_mode=False, catch_exceptions=False)
+    assert not (mesh_home / "mesh.toml").exists()
+
+
+def test_options_for_llama_cpp_are_written_where_they_belong() -> None:
+    """docs/spec/options.md 1: the command line's `--ctx-size`, `--llamacpp-args`, `--llamacpp-backend`."""
+    assert engine_changes(None, None, None) == {}
+    assert engine_changes(0, "", "") == {
+        ("engine", "context_tokens"): 0,
+        ("engine", "extra_args"): [],
+        ("engine", "backend"): "",
+    }
+    assert engine_changes(8192, "--mlock --chat-template 'a b'", "vulkan") == {
+        ("engine", "context_tokens"): 8192,
+        ("engine", "extra_args"): ["--mlock", "--chat-template", "a b"],
+        ("engine", "backend"): "vulkan",
+    }
+    with pytest.raises(ConfigError, match=r"--llamacpp-args = .* a quotation mark is not closed"):
+        engine_changes(None, "--x 'a", None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--llamacpp-args", "--port 1"], "--port: meshd chooses where the engine listens"),
+        (["--llamacpp-backend", "vulkn"], "known are embedded, path"),
+    ],
+)
+def test_what_the_daemons_would_refuse_is_refused_before_anything_is_written(
+    mesh_home: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
+) -> None:
+    """docs/spec/options.md 7: options that meshd owns are refused."""
+    monkeypatch.setenv("MESH_HOME", str(mesh_home))
+    with pytest.raises(ConfigError) as refused:
+        CliRunner().invoke(up, words, standalone_mode=False, catch_exceptions=False)
+    assert said in refused.value.detail
     assert not (mesh_home / "mesh.toml").exists()

@@ -155,6 +155,7 @@ def test_a_variable_overrides_the_file(variable: str) -> None:
         "context_tokens": (1, "2", 2),
         "extra_args": (["--a"], "--b 'c d'", ("--b", "c d")),
         "backend": ("path", "embedded", "embedded"),
+        "download_stall_seconds": (1, "2", 2.0),
     }[key]
     config = built({section: {key: in_file}}, **{variable: in_variable})
     assert getattr(getattr(config, section), key) == expected
