@@ -80,7 +80,7 @@ class Worker:
         self._launcherd = BusClient("launcherd", paths)
         self._gossipd = BusClient("gossipd", paths)
         self._view = MeshView()
-        self._local = LocalView()
+        self._local = LocalView(self._view.mesh_name, self._view.local_name)
         self._requests = RequestsLog()
         self._node_name = config.node.name or socket.gethostname()
         self._metrics = Metrics(

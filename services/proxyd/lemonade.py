@@ -77,9 +77,9 @@ def health(view: LocalView, activity: Mapping[ModelName, Activity]) -> dict[str,
         "status": "ok",
         "version": VERSION,
         "checkpoint_loaded": None if newest is None else shown_checkpoint(newest.checkpoint),
-        "model_loaded": None if newest is None else newest.model,
-        "all_models_loaded": [_loaded(seen, activity.get(seen.slot.model, Activity())) for seen in loaded],
-        "models_loading": [_starting(seen.slot) for seen in view.starting()],
+        "model_loaded": None if newest is None else view.mesh_name(newest.model),
+        "all_models_loaded": [_loaded(view, seen, activity.get(seen.slot.model, Activity())) for seen in loaded],
+        "models_loading": [_starting(view, seen.slot) for seen in view.starting()],
         "max_models": {kind: view.limits.get(kind) for kind in MODEL_TYPES},
         "pinned_models": {
             kind: sum(seen.slot.pinned for seen in loaded if seen.slot.type == kind) for kind in MODEL_TYPES
@@ -87,14 +87,15 @@ def health(view: LocalView, activity: Mapping[ModelName, Activity]) -> dict[str,
     }
 
 
-def _starting(slot: SlotChanged) -> dict[str, Any]:
-    return {"model_name": slot.model, "type": slot.type, "status": slot.state, "reason": slot.reason}
+def _starting(view: LocalView, slot: SlotChanged) -> dict[str, Any]:
+    name = view.mesh_name(slot.model)
+    return {"model_name": name, "type": slot.type, "status": slot.state, "reason": slot.reason}
 
 
-def _loaded(seen: SeenSlot, activity: Activity) -> dict[str, Any]:
+def _loaded(view: LocalView, seen: SeenSlot, activity: Activity) -> dict[str, Any]:
     slot = seen.slot
     return {
-        "model_name": slot.model,
+        "model_name": view.mesh_name(slot.model),
         "checkpoint": shown_checkpoint(slot.checkpoint),
         "last_use": round(max(seen.last_use, activity.last_use), 3),
         "type": slot.type,
@@ -194,7 +195,7 @@ def model_facts(view: LocalView, local: LocalModel | None, registered: Registere
     labels = tuple(dict.fromkeys((*(registered.labels if registered else ()), *(local.labels if local else ()))))
     checkpoint = (local.checkpoint if local else "") or (registered.checkpoint if registered else "")
     facts: dict[str, Any] = {
-        "id": named.name,
+        "id": named.name if local is None else view.mesh_name(local.name),
         "checkpoint": shown_checkpoint(checkpoint),
         "recipe": named.recipe,
         "type": named.type,

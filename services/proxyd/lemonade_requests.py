@@ -234,9 +234,9 @@ def delete_message(body: DeleteBody, view: LocalView) -> DeleteModel:
 
 
 def known_name(name: str, view: LocalView) -> ModelName:
-    """launcherd's own name, where a client says that of the file."""
+    """launcherd's own name, where a client says the mesh's or that of the file."""
     local = view.on_disk(name)
-    return ModelName(name) if local is None else local.name
+    return view.local_name(ModelName(name)) if local is None else local.name
 
 
 # -- refusals -----------------------------------------------------------------------------------------------
@@ -282,14 +282,13 @@ def failure_of(error: RequestRefused) -> Failure:
 
 def dump_load(plan: LoadPlan, view: LocalView) -> dict[str, Any]:
     """The answer of a load that succeeded."""
-    local = view.on_disk(plan.load.model)
-    registered = view.registry.get(plan.load.model)
-    source = local or registered
+    source = view.inventory.get(plan.load.model) or view.registry.get(plan.load.model)
+    name = view.mesh_name(plan.load.model)
     return {
         "status": "success",
-        "model_name": plan.load.model,
+        "model_name": name,
         "checkpoint": source.checkpoint if source is not None else "",
         "recipe": source.recipe if source is not None else "",
-        "message": f"Loaded model: {plan.load.model}",
+        "message": f"Loaded model: {name}",
         **({"ignored": list(plan.ignored)} if plan.ignored else {}),
     }

@@ -9,7 +9,7 @@ Source: docs/spec/lemonade.md.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from shared.codec import Message
@@ -43,10 +43,24 @@ class SeenSlot:
     last_use: float
 
 
-class LocalView:
-    """``replace`` on launcherd's snapshot, ``apply`` on each publication. ``now`` is Unix time."""
+def _same(name: ModelName) -> ModelName:
+    return name
 
-    def __init__(self) -> None:
+
+class LocalView:
+    """``replace`` on launcherd's snapshot, ``apply`` on each publication. ``now`` is Unix time.
+
+    Everything is kept by launcherd's names. ``mesh_name`` and ``local_name`` translate where two nodes have different
+    files of one name: clients see and send the mesh's, by which inference goes.
+    """
+
+    def __init__(
+        self,
+        mesh_name: Callable[[ModelName], ModelName] = _same,
+        local_name: Callable[[ModelName], ModelName] = _same,
+    ) -> None:
+        self.mesh_name = mesh_name
+        self.local_name = local_name
         self.slots: dict[SlotId, SeenSlot] = {}
         self.inventory: dict[ModelName, LocalModel] = {}
         self.registry: dict[ModelName, RegisteredModel] = {}
@@ -109,12 +123,16 @@ class LocalView:
         return sorted(found, key=lambda seen: seen.slot.model)
 
     def on_disk(self, name: str) -> LocalModel | None:
-        """The model of that name on this node's disk, also when the name is that of its file."""
-        return self.inventory.get(ModelName(name)) or self.inventory.get(ModelName(name.removesuffix(".gguf")))
+        """The model of that name on this node's disk: the mesh's name, launcherd's, or that of its file."""
+        for tried in (self.local_name(ModelName(name)), ModelName(name), ModelName(name.removesuffix(".gguf"))):
+            found = self.inventory.get(tried)
+            if found is not None:
+                return found
+        return None
 
     def nearest(self, name: str) -> tuple[str, ...]:
         """Names like it, of the files and the registry."""
-        known = sorted({*self.inventory, *self.registry})
+        known = sorted({*map(self.mesh_name, self.inventory), *self.registry})
         return tuple(difflib.get_close_matches(name[:64], known, n=3, cutoff=0.4))
 
     def download_of(self, *names: str) -> DownloadChanged | None:

@@ -170,7 +170,7 @@ class MeshView:
         self._mesh_names = {here: name for name, here in self._local_names.items()}
         running = self._running()
         for here, model in (self._inventory or {}).items():
-            name = self._mesh_name(here)
+            name = self.mesh_name(here)
             if name not in merged:
                 merged[name] = _from_inventory(model, self.self_id)
         for name, slot in running.items():
@@ -182,14 +182,11 @@ class MeshView:
         """The best slot of each model on this node, by the mesh's name for it."""
         running: dict[ModelName, SlotChanged] = {}
         for slot in self.slots.values():
-            name = self._mesh_name(slot.model)
+            name = self.mesh_name(slot.model)
             other = running.get(name)
             if other is None or _slot_rank(slot.state) > _slot_rank(other.state):
                 running[name] = slot
         return running
-
-    def _mesh_name(self, here: ModelName) -> ModelName:
-        return self._mesh_names.get(here, here)
 
     def _derive_ready(self) -> None:
         self.version += 1
@@ -250,6 +247,10 @@ class MeshView:
         """What this node's launcherd calls a model of the mesh: another one where two files have the same name."""
         return self._local_names.get(name, name)
 
+    def mesh_name(self, here: ModelName) -> ModelName:
+        """The mesh's name for what this node's launcherd calls ``here``."""
+        return self._mesh_names.get(here, here)
+
     def on_disk_here(self, name: ModelName) -> bool:
         model = self._merged.get(name)
         return model is not None and self.self_id in model.nodes_on_disk
@@ -285,7 +286,7 @@ class MeshView:
                 slot for slot in self.slots.values() if slot.type == model_type and slot.state in _STARTING
             ]
             if starting:
-                largest = max((self._mesh_name(slot.model) for slot in starting), key=lambda of: (self._size(of), of))
+                largest = max((self.mesh_name(slot.model) for slot in starting), key=lambda of: (self._size(of), of))
                 return self._not_ready(self._merged[largest])
             if settled:
                 return NoneReady(f"no model of type {model_type} is ready")

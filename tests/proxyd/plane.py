@@ -211,7 +211,7 @@ class Plane:
         self.own_launcherd = own_launcherd
         self.unserved: list[ModelName] = []
         self.view = MeshView()
-        self.local = LocalView()
+        self.local = LocalView(self.view.mesh_name, self.view.local_name)
         self.log = RequestsLog()
         self.metrics = RecordingMetrics()
         self.is_idle = False

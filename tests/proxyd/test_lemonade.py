@@ -278,3 +278,19 @@ def test_events_of_a_download() -> None:
 )  # fmt: skip
 def test_flags_of_a_query(query: bytes, flag: bool) -> None:
     assert query_flag(query, "show_all") is flag
+
+
+def test_names_are_the_meshs_by_which_inference_goes() -> None:
+    """docs/spec/lemonade.md 24: where another node has a different file of the same name."""
+    here, there = ModelName("qwen"), ModelName("qwen~1f2e")
+    made = LocalView(lambda name: there if name == here else name, lambda name: here if name == there else name)
+    for message in (InventoryChanged(models=(QWEN,)), READY):
+        made.apply(message, now=0)
+    assert health(made, {})["model_loaded"] == there
+    assert health(made, {})["all_models_loaded"][0]["model_name"] == there
+    assert [entry["id"] for entry in models_list(made, show_all=False)["data"]] == [there]
+    for name in (there, here):
+        entry = model_entry(made, name)
+        assert entry is not None
+        assert entry["id"] == there
+    assert made.nearest("qwen~1") == (there,)

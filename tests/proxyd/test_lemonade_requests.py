@@ -217,6 +217,20 @@ def test_unload_one_or_all() -> None:
         assert unload_message(read_body(UnloadBody, body), view()) == UnloadModel(model=ModelName("here"))
 
 
+def test_launcherd_is_asked_by_its_own_name() -> None:
+    """docs/spec/lemonade.md 24."""
+    mine, theirs = ModelName("here"), ModelName("here~1f2e")
+    made = LocalView(lambda name: theirs if name == mine else name, lambda name: mine if name == theirs else name)
+    made.apply(InventoryChanged(models=(HERE,)), now=0)
+    body = b'{"model_name":"here~1f2e","pinned":true}'
+    planned = plan_load(read_body(LoadBody, body), made)
+    assert planned.load.model == mine
+    assert dump_load(planned, made)["model_name"] == theirs
+    assert unload_message(read_body(UnloadBody, body), made).model == mine
+    assert pin_message(read_body(PinBody, body), made).model == mine
+    assert delete_message(read_body(DeleteBody, body), made).model == mine
+
+
 def test_pull_and_its_labels() -> None:
     assert read_body(PullBody, b'{"model":"known","stream":true}').stream
     body = {

@@ -189,10 +189,9 @@ class InferenceApp:
 
     def _facts(self, model: MeshModel) -> dict[str, Any]:
         """What is known besides of a model that is on this node's disk."""
-        local = self._local_view.on_disk(self._view.local_name(model.name))
-        if local is None:
-            return {}
-        return model_facts(self._local_view, local, self._local_view.registry.get(local.name)) | {"id": model.name}
+        here = self._local_view
+        local = here.inventory.get(self._view.local_name(model.name))
+        return {} if local is None else model_facts(here, local, here.registry.get(local.name))
 
     async def _lemonade_answer(self, route: LemonadeRoute, scope: Scope, receive: Receive, send: Send) -> None:
         headers: Headers = scope["headers"]

@@ -91,7 +91,7 @@ class LemonadeWork:
             case "pin":
                 pin = pin_message(read_body(PinBody, body), self._local)
                 await self._ask(pin, DECIDE_SECONDS)
-                return {"status": "success", "model_name": pin.model, "pinned": pin.pinned}
+                return {"status": "success", "model_name": self._local.mesh_name(pin.model), "pinned": pin.pinned}
         raise AssertionError(route)
 
     # -- what launcherd does ------------------------------------------------------------------------------
@@ -112,12 +112,14 @@ class LemonadeWork:
     async def _unload(self, body: UnloadBody, receive: Receive) -> dict[str, Any]:
         message = unload_message(body, self._local)
         if message.model is not None and not await self._has_slot(message.model):
-            raise Failure(404, "not_loaded", f"{message.model} is not loaded on this node", param="model_name")
+            name = self._local.mesh_name(message.model)
+            raise Failure(404, "not_loaded", f"{name} is not loaded on this node", param="model_name")
         await self._ask_while_connected(message, receive)
         await self._mirrored(lambda: not self._runs(message.model))
         if message.model is None:
             return {"status": "success", "message": "All models unloaded successfully"}
-        return {"status": "success", "message": "Model unloaded successfully", "model_name": message.model}
+        name = self._local.mesh_name(message.model)
+        return {"status": "success", "message": "Model unloaded successfully", "model_name": name}
 
     async def _has_slot(self, model: ModelName) -> bool:
         """By the mirror, and where that has none by launcherd's own word: its answer may overtake the news."""
@@ -150,9 +152,10 @@ class LemonadeWork:
 
     async def _delete(self, body: DeleteBody, receive: Receive) -> dict[str, Any]:
         message = delete_message(body, self._local)
+        name = self._local.mesh_name(message.model)
         await self._ask_while_connected(message, receive)
-        await self._mirrored(lambda: self._local.on_disk(message.model) is None)
-        return {"status": "success", "message": f"Deleted model: {message.model}", "model_name": message.model}
+        await self._mirrored(lambda: message.model not in self._local.inventory)
+        return {"status": "success", "message": f"Deleted model: {name}", "model_name": name}
 
     async def _set(self, body: SetBody) -> dict[str, Any]:
         message = set_limits(body)

@@ -522,6 +522,9 @@ def test_another_method_is_405_with_allow_and_another_path_404(
     for path in ("health", "stats", "models", "models/x", "system-info"):
         status, headers, _ = plane.request("POST", f"{prefix}/{path}", {})
         assert (status, headers["allow"]) == (405, "GET, HEAD, OPTIONS"), path
+    for path in ("health", "stats", "models", "models/here", "system-info"):
+        status, _, body = plane.request("HEAD", f"{prefix}/{path}")
+        assert (status, body) == (200, b""), path
     for path in ("params", "log-level", "internal/shutdown", "internal/config", "downloads"):
         assert plane.request("GET", f"{prefix}/{path}")[0] == 404
         assert plane.request("POST", f"{prefix}/{path}", {})[0] == 404

@@ -77,6 +77,15 @@ def test_headers_and_body_arrive_there_byte_for_byte_and_the_clients_key_stays_h
     assert seen.header(b"authorization") is None
 
 
+@pytest.mark.parametrize("prefix", ["/api/v1", "/v0", "/api/v0"])
+def test_lemonades_prefixes_end_here(plane: Plane, far: FarNodes, upstream: RawUpstream, prefix: str) -> None:
+    """docs/spec/lemonade.md 1: the engine always sees the `/v1` path; the far tunneld knows no other."""
+    far.engines[B] = upstream.port
+    route(plane, B)
+    assert plane.request("POST", f"{prefix}/chat/completions", {"model": "m", "messages": []})[0] == 200
+    assert upstream.requests[0].line == b"POST /v1/chat/completions HTTP/1.1"
+
+
 def test_a_stream_passes_as_it_comes(plane: Plane, far: FarNodes, upstream: RawUpstream) -> None:
     def slowly(peer: Peer, _request: Received) -> None:
         peer.begin_stream()
