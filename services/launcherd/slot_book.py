@@ -373,7 +373,7 @@ class SlotBook:
         """The effects of this step: the memory first, publications last."""
         for slot in self.slots.values():
             news = slot.news(*self.counters(slot))
-            if news == "state" or (news and self.now - slot.published_at >= COUNTER_SECONDS):
+            if news == "state" or (news and slot.published_at + COUNTER_SECONDS <= self.now):
                 self.announce(slot)
         self._publish_inventory()
         self._publish_device()

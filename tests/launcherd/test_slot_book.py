@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
+import pytest
+
 from services.launcherd.leases import RETURN_MEMORY
+from services.launcherd.slot import COUNTER_SECONDS
 from services.launcherd.slot_book import HISTORY_LIMIT
 from services.launcherd.slot_events import DeviceMeasured, Remember
 from shared.ids import ModelName
+from shared.io.drive import Tick
 from shared.messages.models import DeviceChanged, InventoryChanged
 from tests.launcherd.table import GIB, World, config
 
@@ -39,6 +43,22 @@ def test_the_memory_is_written_only_when_it_changed() -> None:
         world.report(a=(4, 1, started))
         world.advance(0.1)
     assert not [effect for effect in world.effects[mark:] if isinstance(effect, Remember)]
+
+
+@pytest.mark.parametrize("published_at", [1023.93, 1000.0, 1e6 + 0.1])
+def test_the_timer_moves_on_after_it_fired_whatever_the_clock_rounds(published_at: float) -> None:
+    """1023.93 + 0.25 - 1023.93 is less than 0.25: the deadline is compared as it was told, not as a difference."""
+    world = World()
+    world.now = published_at
+    world.bring_up("a")
+    world.acquire("a")
+    deadline = world.table.next_deadline()
+    assert deadline == published_at + COUNTER_SECONDS
+    world.now = deadline
+    world.do(Tick())
+    later = world.table.next_deadline()
+    assert later is not None
+    assert later > deadline
 
 
 def test_loads_wait_until_the_device_is_known() -> None:
