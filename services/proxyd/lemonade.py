@@ -263,6 +263,8 @@ def _devices(view: LocalView, facts: SystemFacts) -> dict[str, Any]:
     }
     if device is None:
         return devices
+    if any(_vendor(name) == "amd" for name in device.npus):
+        devices["amd_npu"] = devices["npu"]
     if device.device == "cpu":
         devices["gpu"] = {"name": "none", "available": False, "reason": "launcherd found no GPU that it can use"}
         return devices
@@ -275,10 +277,16 @@ def _devices(view: LocalView, facts: SystemFacts) -> dict[str, Any]:
 
 
 def _npu(view: LocalView) -> dict[str, Any]:
-    users = [seen.slot.model for seen in view.loaded() if "npu" in seen.slot.processors]
+    npus = view.device.npus if view.device is not None else ()
+    users = [view.mesh_name(seen.slot.model) for seen in view.loaded() if "npu" in seen.slot.processors]
+    reason = f"{users[0]} runs on it" if users else ""
+    if npus:
+        return {"name": npus[0], "available": True, "reason": reason or "free"}
     if users:
-        return {"name": UNKNOWN, "available": True, "reason": f"{users[0]} runs on it"}
-    return {"name": UNKNOWN, "available": None, "reason": "nobody looks for NPUs; a model that runs on one tells"}
+        return {"name": UNKNOWN, "available": True, "reason": reason}
+    if view.device is None:
+        return {"name": UNKNOWN, "available": None, "reason": "launcherd has not said yet what it computes with"}
+    return {"name": "none", "available": False, "reason": "the kernel knows of no NPU"}
 
 
 def _vendor(name: str) -> str:
@@ -289,30 +297,29 @@ def _vendor(name: str) -> str:
 
 
 def _recipes(view: LocalView) -> dict[str, Any]:
-    """``llamacpp`` from what launcherd says of its engine; of others only that models here need them."""
+    """What launcherd says of its builds of llama.cpp and of its other engines."""
     device = view.device
     if device is None:
-        backend = _backend([], UNKNOWN, "launcherd has not said yet which engine it has")
-    elif device.engine:
-        runs_on = ["cpu"] if device.device == "cpu" else ["cpu", "gpu"]
-        backend = _backend(runs_on, "installed", "") | {"version": device.engine}
-    else:
-        backend = _backend([], "installable", device.engine_reason, "run 'meshctl doctor' on the node")
-    recipes: dict[str, Any] = {"llamacpp": {"default_backend": "default", "backends": {"default": backend}}}
-    running = {seen.slot.recipe: seen.slot for seen in view.loaded()}
-    named = {model.recipe for model in view.inventory.values()} | {model.recipe for model in view.registry.values()}
-    for recipe in sorted((named | set(running)) - {"llamacpp"}):
-        slot = running.get(recipe)
-        if slot is not None:
-            backend = _backend(list(slot.processors), "installed", "")
-        else:
-            backend = _backend([], UNKNOWN, "no model that needs it has been loaded yet")
+        backend = _backend([], UNKNOWN, "launcherd has not said yet which engines it has")
+        return {"llamacpp": {"default_backend": "default", "backends": {"default": backend}}}
+    runs_on = ["cpu"] if device.device == "cpu" else ["cpu", "gpu"]
+    default = _state(device.engine_reason if not device.engine else "", runs_on) | {"version": device.engine}
+    builds = {name: _state(reason, runs_on) for name, reason in sorted(device.backends.items())}
+    recipes: dict[str, Any] = {"llamacpp": {"default_backend": "default", "backends": {"default": default, **builds}}}
+    running: dict[str, list[str]] = {seen.slot.recipe: [*seen.slot.processors] for seen in view.loaded()}
+    for recipe, reason in sorted(device.recipes.items()):
+        backend = _state(reason, running.get(recipe, []))
         recipes[recipe] = {"default_backend": "default", "backends": {"default": backend}}
     return recipes
 
 
-def _backend(devices: list[str], state: str, message: str, action: str = "") -> dict[str, Any]:
-    return {"devices": devices, "state": state, "message": message, "action": action}
+def _state(reason: str, devices: list[str]) -> dict[str, Any]:
+    """``reason``: why it cannot be used and how to get it, empty when it can."""
+    return _backend([], "installable", reason) if reason else _backend(devices, "installed", "")
+
+
+def _backend(devices: list[str], state: str, message: str) -> dict[str, Any]:
+    return {"devices": devices, "state": state, "message": message, "action": ""}
 
 
 # -- downloads ----------------------------------------------------------------------------------------------

@@ -215,7 +215,7 @@ def test_models_on_the_disk_and_the_whole_registry() -> None:
     ],
 )
 def test_of_a_path_only_the_name_is_shown(given: str, shown: str) -> None:
-    """docs/spec/lemonade.md 12: where a file lies on this machine is in no answer."""
+    """docs/spec/lemonade.md 12: of a path only the name is shown."""
     assert shown_checkpoint(given) == shown
     text = str(health(view(replace(READY, checkpoint="/home/someone/qwen.gguf")), {}))
     assert "/home/someone" not in text
@@ -226,33 +226,40 @@ def test_system_info_says_what_is_known_and_what_is_not() -> None:
     nothing = system_info(view(), SystemFacts())
     assert nothing["Processor"] == nothing["Physical Memory"] == nothing["OS Version"] == "unknown"
     assert nothing["devices"]["gpu"]["available"] is None
+    assert nothing["devices"]["npu"]["available"] is None
     assert nothing["recipes"]["llamacpp"]["backends"]["default"]["state"] == "unknown"
     device = DeviceChanged(
-        device="NVIDIA H200", vram_bytes=1, total_bytes=139 * 1024**3, reserve_bytes=0, engine="llama.cpp b6000"
-    )
+        device="NVIDIA H200", vram_bytes=1, total_bytes=139 * 1024**3, reserve_bytes=0, engine="llama.cpp b6000",
+        npus=("AMD XDNA2",), backends={"cuda": "", "rocm": "no llama-server for it; put one in ~/rocm"},
+        recipes={"flm": "", "whispercpp": "no whisper-server on PATH; install whisper.cpp"},
+    )  # fmt: skip
     facts = SystemFacts(
         os_version="Linux-6.1", processor="AMD EPYC", architecture="x86_64", cores=8, threads=16,
         memory_bytes=32 * 1024**3,
     )  # fmt: skip
-    known = system_info(view(device, READY, RegistryChanged(models=CATALOG)), facts)
+    known = system_info(view(device, replace(READY, recipe="flm", processors=("npu",))), facts)
     assert (known["Processor"], known["Physical Memory"]) == ("AMD EPYC", "32.0 GB")
     assert known["devices"]["cpu"] == {
         "name": "AMD EPYC", "cores": 8, "threads": 16, "available": True, "family": "x86_64",
     }  # fmt: skip
     assert known["devices"]["nvidia_gpu"] == [{"name": "NVIDIA H200", "available": True, "vram_gb": 139.0}]
-    assert known["devices"]["npu"]["available"] is True, "a model runs on it"
-    backend = known["recipes"]["llamacpp"]["backends"]["default"]
-    assert (backend["state"], backend["version"]) == ("installed", "llama.cpp b6000")
-    assert backend["devices"] == ["cpu", "gpu"]
-    assert known["recipes"]["whispercpp"]["backends"]["default"]["state"] == "unknown"
+    assert known["devices"]["amd_npu"] == {"name": "AMD XDNA2", "available": True, "reason": "qwen runs on it"}
+    builds = known["recipes"]["llamacpp"]["backends"]
+    assert (builds["default"]["state"], builds["default"]["version"]) == ("installed", "llama.cpp b6000")
+    assert builds["cuda"]["devices"] == ["cpu", "gpu"]
+    assert (builds["rocm"]["state"], builds["rocm"]["devices"]) == ("installable", [])
+    assert "~/rocm" in builds["rocm"]["message"]
+    assert known["recipes"]["flm"]["backends"]["default"]["devices"] == ["npu"]
+    assert "PATH" in known["recipes"]["whispercpp"]["backends"]["default"]["message"]
 
 
-def test_a_machine_without_engine_or_gpu() -> None:
+def test_a_machine_without_engine_gpu_or_npu() -> None:
     device = DeviceChanged(
         device="cpu", vram_bytes=1, total_bytes=1, reserve_bytes=0, engine="", engine_reason="no llama-server; get one"
     )
     shown = system_info(view(device), SystemFacts())
     assert shown["devices"]["gpu"]["available"] is False
+    assert shown["devices"]["npu"]["available"] is False
     backend = shown["recipes"]["llamacpp"]["backends"]["default"]
     assert (backend["state"], backend["message"]) == ("installable", "no llama-server; get one")
 
