@@ -9,7 +9,16 @@ from shared.words import size_words
 
 REASON_LIMIT = 900
 PLAIN_CODES = frozenset(
-    {"model_file_missing", "model_file_broken", "model_too_large", "engine_missing", "option_refused", "all_pinned"}
+    {
+        "model_file_missing",
+        "model_file_broken",
+        "model_too_large",
+        "engine_missing",
+        "option_refused",
+        "all_pinned",
+        "backend_unknown",
+        "recipe_unknown",
+    }
 )
 """Failures that are told by their own code; all others are `load_failed`."""
 
