@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from services.launcherd.command_line import (
 )
 from services.launcherd.model_info import ModelFile
 from shared.errors import OptionRefused
+from shared.messages.models import ModelType
+from shared.recipes import BUILTIN_RECIPES
 
 ENGINE = Engine(kind="llama-server", program=("/opt/llama-server",), version="1")
 MODEL = ModelFile(
@@ -181,3 +184,50 @@ def test_the_fingerprint_tells_whether_a_reload_would_change_anything() -> None:
         fingerprint(replace(ENGINE, version="2"), MODEL, options),
     ]
     assert len({known, *changed}) == 5
+
+
+def test_another_recipe_is_called_as_it_says() -> None:
+    """docs/spec/recipes.md 8: llamacpp's command line is made by meshd, the others' is their `arguments`."""
+    model = replace(MODEL, name="my-whisper", type="audio", path="/models/ggml-base.bin", trained_context_tokens=0)
+    recipe = BUILTIN_RECIPES["whispercpp"]
+    built = build_command(
+        Engine(kind="whispercpp", program=("/opt/whisper-server",), version="1"),
+        model,
+        resolve_options(EngineOptions(recipe="whispercpp", parallel=1, threads=3, extra_args=("--mlock",)), model, 8),
+        port=4321,
+        api_key="secret",
+        environ={"PATH": "/bin", "MESH_HOME": "/x"},
+        mark="/state/engines/a.json",
+        recipe=recipe,
+    )
+    assert built.argv == (
+        "/opt/whisper-server", "--model", "/models/ggml-base.bin", "--host", "127.0.0.1", "--port", "4321",
+        "--threads", "3", "--inference-path", "/v1/audio/transcriptions",
+    )  # fmt: skip
+    assert dict(built.env) == {"PATH": "/bin", "MESHD_ENGINE": "/state/engines/a.json"}
+    assert built.first_request is not None
+    assert b"RIFF" in built.first_request.body
+
+
+def test_placeholders_by_type_and_checkpoint() -> None:
+    """docs/spec/recipes.md 7: braces around the name of a placeholder are replaced, once."""
+    recipe = BUILTIN_RECIPES["flm"]
+    engine = Engine(kind="flm", program=("flm",), version="1")
+
+    def argv(type: ModelType, checkpoint: str = "") -> tuple[str, ...]:
+        model = replace(MODEL, name="{port}", type=type, trained_context_tokens=0)
+        options = resolve_options(EngineOptions(recipe="flm", parallel=1, context_tokens=900), model, 2)
+        given: dict[str, Any] = {"port": 1, "api_key": "k", "environ": {}, "mark": "m", "checkpoint": checkpoint}
+        return build_command(engine, model, options, recipe=recipe, **given).argv
+
+    end = ("--host", "127.0.0.1", "--port", "1", "--quiet")
+    assert argv("llm", "gemma3:4b") == ("flm", "serve", "gemma3:4b", "--ctx-len", "900", *end)
+    assert argv("llm") == ("flm", "serve", "{port}", "--ctx-len", "900", *end)
+    assert argv("embedding") == ("flm", "serve", "--embed", "1", *end)
+    assert argv("audio") == ("flm", "serve", "--asr", "1", *end)
+
+
+def test_the_build_is_part_of_the_fingerprint() -> None:
+    """docs/spec/options.md 4: equal resolved options, the build among them."""
+    options = resolve_options(EngineOptions(backend="path"), MODEL, cores=8)
+    assert fingerprint(ENGINE, MODEL, options) != fingerprint(ENGINE, MODEL, replace(options, backend="cpu"))

@@ -15,6 +15,7 @@ from services.launcherd.engine_server.arguments import (
 )
 from services.launcherd.io.engine_binary import embedded_engine
 from services.launcherd.model_info import ModelFile
+from shared.llamacpp_args import OWNED_FLAGS
 
 
 def settings(*argv: str, **environ: str) -> dict[str, Setting]:
@@ -130,3 +131,10 @@ def test_every_setting_exists_in_the_installed_binding() -> None:
             owner = getattr(owner, step)
         if isinstance(setting, EnumName):
             getattr(getattr(xllamacpp, setting.enumeration), setting.member)
+
+
+def test_an_owned_option_is_owned_under_every_name_of_the_embedded_engine() -> None:
+    """docs/spec/options.md 7. Options that meshd owns are refused under every name llama.cpp has for them."""
+    for line in known_flags():
+        owned = {flag in OWNED_FLAGS for flag in line.split()}
+        assert len(owned) == 1, line

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import pytest
 
 from services.launcherd.command_line import Engine, EngineOptions
 from services.launcherd.io import engine_binary
-from services.launcherd.io.engine_binary import find_installed
+from services.launcherd.io.engine_binary import find_installed, look_for_programs
 from services.launcherd.io.engine_records import EngineRecords
 from services.launcherd.io.launch import launch_engine
 from services.launcherd.model_info import ModelFile
 from shared.config import EngineSection, NodeConfig
 from shared.errors import EngineMissing
+from shared.recipes import BUILTIN_RECIPES
 from tests.engines.scripted_engine import Script
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -125,6 +127,61 @@ def test_without_a_help_text_every_flag_is_believed(tmp_path: Path) -> None:
     engine = find_engine(str(path), environ())
     assert engine.flags is None
     assert engine.version == "odd 9 (abc)"
+
+
+def test_named_builds_are_found_and_asked_only_when_needed(tmp_path: Path, shim: Path) -> None:
+    """docs/spec/options.md 5. The builds of llama.cpp are `embedded`, `path` and the names of `engine.backends`."""
+    asked = tmp_path / "asked"
+    other = write_program(tmp_path / "other", f'echo x >> {shlex.quote(str(asked))}; echo "version: 7 (other)"')
+    section = EngineSection(backends={"other": str(other), "gone": "/no/such", "named": "llama-server"})
+    installed = find_installed(NodeConfig(engine=section), environ(shim.parent))
+    assert installed.backend == "path"
+    assert not asked.exists()
+    assert set(installed.missing_backends) == {"gone"}
+    assert "the build gone of llama.cpp /no/such does not exist" in installed.missing_backends["gone"]
+    for _ in range(2):
+        assert installed.engine(EngineOptions(backend="other")).version == "other 7 (other)"
+    assert asked.read_text() == "x\n" * 2, "--version and --help, once"
+    assert installed.engine(EngineOptions(backend="named")).program == (str(shim),)
+    assert installed.engine(EngineOptions(backend="embedded")).kind == "embedded"
+    assert installed.engine(EngineOptions()).program == (str(shim),)
+    with pytest.raises(EngineMissing, match="the build gone of"):
+        installed.engine(EngineOptions(backend="gone"))
+
+
+def test_the_configured_build_is_the_one_of_what_names_none(tmp_path: Path, shim: Path) -> None:
+    """docs/spec/options.md 5. Where nobody names one it is `path` where there is one, else `embedded`."""
+    search = environ(shim.parent)
+    for section, backend in (
+        (EngineSection(backend="embedded"), "embedded"),
+        (EngineSection(path="embedded"), "embedded"),
+        (EngineSection(path="embedded", backend="path"), "path"),
+        (EngineSection(backend="mine", backends={"mine": str(shim)}), "mine"),
+    ):
+        assert find_installed(NodeConfig(engine=section), search).backend == backend, section
+    gone = find_installed(NodeConfig(engine=EngineSection(backend="mine", backends={"mine": "/no/such"})), search)
+    assert (gone.backend, gone.default()) == ("", None)
+    assert "the build mine of llama.cpp /no/such does not exist" in gone.reason
+
+
+def test_programs_of_recipes(tmp_path: Path) -> None:
+    """docs/spec/recipes.md 9. A program is looked for on the PATH; while it is missing it is said how to get it."""
+    program = write_program(tmp_path / "bin" / "whisper-server", "exit 1")
+    own = replace(BUILTIN_RECIPES["sd-cpp"], name="mine", program=str(program))
+    config = NodeConfig(recipes={**BUILTIN_RECIPES, "mine": own})
+    found = look_for_programs(config, environ(tmp_path / "bin"))
+    assert found.programs == {"whispercpp": str(program), "mine": str(program)}
+    assert found.engine(EngineOptions(recipe="whispercpp")).program == (str(program),)
+    assert found.missing_recipes["flm"] == (
+        "the program of the recipe flm, flm, is not on the PATH; install it: FastFlowLM, from "
+        "github.com/FastFlowLM/FastFlowLM, with AMD's NPU driver; or name it in mesh.toml: [recipes.flm] "
+        'program = "/path/to/it"'
+    )
+    with pytest.raises(EngineMissing, match="the program of the recipe flm"):
+        found.engine(EngineOptions(recipe="flm"))
+    assert look_for_programs(config, environ(tmp_path / "bin")).seen == found.seen
+    program.chmod(0o644)
+    assert look_for_programs(config, environ(tmp_path / "bin")).seen != found.seen
 
 
 @pytest.mark.usefixtures("no_engine_left")
