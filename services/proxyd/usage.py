@@ -68,10 +68,10 @@ def _parsed(body: bytes) -> Usage:
         part = answer.get(key)
         if isinstance(part, dict):
             found.update(part)
-    for key in ("prompt_tokens_details", "input_tokens_details"):
-        part = found.get(key)
-        if isinstance(part, dict):
-            found.update(part)
+    if "cache_n" not in found:
+        details = found.get("prompt_tokens_details") or found.get("input_tokens_details")
+        if isinstance(details, dict):
+            found["cached_tokens"] = details.get("cached_tokens")
     return _usage(found, found) if found else NOTHING
 
 
@@ -87,12 +87,11 @@ def _usage(found: Numbers, first: Numbers) -> Usage:
         completion = _number(found, key)
         if completion is not None:
             break
-    cached = _number(first, "cache_read_input_tokens")
-    for key in ("cache_n", "cached_tokens", "cache_read_input_tokens"):
-        value = _number(found, key)
-        if value is not None:
-            cached = value
-            break
+    cached = _number(found, "cache_n")
+    if cached is None:
+        cached = _number(found, "cached_tokens")
+    if cached is None:
+        cached = _number(found if "cache_read_input_tokens" in found else first, "cache_read_input_tokens")
     prompt_milliseconds = _number(found, "prompt_ms")
     return Usage(
         prompt_tokens=None if prompt is None else int(prompt),
