@@ -17,12 +17,21 @@ from services.meshctl.checks import Check, Level, show
 from services.meshctl.completion import complete_peer
 from services.meshctl.config import warnings_about
 from services.meshctl.leftovers import find_leftovers
-from services.meshctl.machine import bind_problem, describe, engine_found, gpus, port_owners, wanted_ports
+from services.meshctl.machine import (
+    bind_problem,
+    describe,
+    engine_found,
+    gpus,
+    port_owners,
+    recipes_found,
+    wanted_ports,
+)
 from services.meshctl.node import Node
 from services.meshctl.output import print_json, size
 from services.meshctl.up import LOW_DISK_BYTES
 from shared.errors import MeshError
 from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
+from shared.recipes import BUILTIN_RECIPES
 
 LOW_MEMORY_BYTES = 1024**3
 PACKAGES = {
@@ -70,7 +79,20 @@ def doctor(peer: str | None, as_json: bool) -> None:
 
 def examine(node: Node) -> Iterator[Check]:
     """One check after another; one that cannot be made is itself a failed check."""
-    for look in (_python, _home, _config, _supervisord, _ports, _engine, _gpu, _models, _memory, _disk, _left):
+    for look in (
+        _python,
+        _home,
+        _config,
+        _supervisord,
+        _ports,
+        _engine,
+        _recipes,
+        _gpu,
+        _models,
+        _memory,
+        _disk,
+        _left,
+    ):
         try:
             yield from look(node)
         except MeshError as error:
@@ -209,6 +231,33 @@ def _engine(node: Node) -> Iterator[Check]:
         except importlib.metadata.PackageNotFoundError:
             version = ""
     yield Check(name="engine", level="ok", detail=engine + version)
+
+
+def _recipes(node: Node) -> Iterator[Check]:
+    """What else than the engine above can run models; only what the owner named himself may be missed."""
+    recipes, builds = recipes_found(node.config, node.environ)
+    own = {name for name in recipes if node.config.recipes[name] != BUILTIN_RECIPES.get(name)}
+    usable = [
+        *(name for name, there in recipes.items() if there),
+        *(f"llamacpp {n}" for n, there in builds.items() if there),
+    ]
+    detail = f"can run too: {', '.join(usable)}" if usable else "llamacpp only; other recipes need their programs"
+    for name in [name for name, there in recipes.items() if not there and name in own]:
+        program, how = node.config.recipes[name].program, node.config.recipes[name].how_to_get
+        yield Check(
+            name="recipes",
+            level="warn",
+            detail=f"the program of the recipe {name}, {program}, is not there",
+            fix=how or f"put it on the PATH, or name it in mesh.toml: [recipes.{name}] program",
+        )
+    for name in [name for name, there in builds.items() if not there]:
+        yield Check(
+            name="recipes",
+            level="warn",
+            detail=f"the build {name} of llama.cpp, {node.config.engine.backends[name]}, is not there",
+            fix="correct or remove it in [engine.backends] of mesh.toml",
+        )
+    yield Check(name="recipes", level="ok", detail=detail)
 
 
 def _gpu(_node: Node) -> Iterator[Check]:

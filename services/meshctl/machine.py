@@ -14,7 +14,8 @@ from typing import Literal
 
 import psutil
 
-from shared.config import NodeConfig
+from shared.config import EMBEDDED_BACKEND, NodeConfig
+from shared.recipes import LLAMACPP
 
 Protocol = Literal["tcp", "udp"]
 
@@ -109,24 +110,44 @@ def describe(process: psutil.Process) -> str:
 
 def engine_found(config: NodeConfig, environ: Mapping[str, str]) -> tuple[str, str]:
     """(which engine would be used, why none can). One of them is empty. The binary is not run."""
-    configured = config.engine.path
+    named = config.engine.backend
+    configured = config.engine.backends.get(named) or (EMBEDDED_BACKEND if named == EMBEDDED_BACKEND else "")
+    configured = configured or config.engine.path
     how = (
         "install the embedded one with 'pip install xllamacpp' in meshd's environment, or put llama.cpp's "
         "llama-server on PATH, or name it: meshctl config set engine.path /path/to/llama-server"
     )
-    if configured and configured != "embedded":
-        path = os.path.abspath(os.path.expanduser(configured))
+    if configured and configured != EMBEDDED_BACKEND:
+        path = program_path(configured, environ)
         if not os.path.isfile(path):
             return "", f"the configured engine {path} does not exist; {how}"
         if not os.access(path, os.X_OK):
             return "", f"the configured engine {path} is not executable; chmod +x it, or {how}"
         return path, ""
-    installed = None if configured == "embedded" else shutil.which("llama-server", path=environ.get("PATH", ""))
+    installed = None if configured == EMBEDDED_BACKEND else shutil.which("llama-server", path=environ.get("PATH", ""))
     if installed:
         return installed, ""
     if importlib.util.find_spec("xllamacpp") is not None:
         return "embedded (xllamacpp)", ""
     return "", f"no inference engine is installed; {how}"
+
+
+def program_path(given: str, environ: Mapping[str, str]) -> str:
+    """Where a program is that was given as a path, or as a name on the PATH."""
+    found = shutil.which(given, path=environ.get("PATH", "")) if os.sep not in given else None
+    return os.path.abspath(found or os.path.expanduser(given))
+
+
+def recipes_found(config: NodeConfig, environ: Mapping[str, str]) -> tuple[dict[str, bool], dict[str, bool]]:
+    """Recipes besides llamacpp, and named builds of llama.cpp: whether their program is there. Nothing is run."""
+
+    def there(program: str) -> bool:
+        return os.access(program_path(program, environ), os.X_OK)
+
+    return (
+        {name: there(recipe.program) for name, recipe in config.recipes.items() if name != LLAMACPP},
+        {name: there(program) for name, program in config.engine.backends.items()},
+    )
 
 
 def gpus() -> list[str]:

@@ -119,3 +119,32 @@ def test_a_models_folder_that_is_not_there(meshctl: Meshctl, mesh_home: Path) ->
     check = checks(meshctl)["models"][0]
     assert (check["level"], check["detail"]) == ("warn", "/nonexistent/models does not exist")
     assert "mkdir -p /nonexistent/models" in check["fix"]
+
+
+def test_recipes_that_can_run_here_and_those_the_owner_named_in_vain(
+    meshctl: Meshctl, mesh_home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody asked for is no lack; what mesh.toml names is."""
+    found = checks(meshctl)["recipes"]
+    assert [(check["level"], check["detail"]) for check in found] == [
+        ("ok", "llamacpp only; other recipes need their programs")
+    ]
+    for name in ("whisper-server", "my-build"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    (mesh_home / "mesh.toml").write_text(
+        f'[engine]\nbackends = {{ cpu = "{tmp_path}/my-build", vulkan = "/no/such" }}\n'
+        '[recipes.flm]\nprogram = "/no/flm"\n'
+    )
+    found = checks(meshctl)["recipes"]
+    assert [check["level"] for check in found] == ["warn", "warn", "ok"]
+    assert "the recipe flm, /no/flm, is not there" in found[0]["detail"]
+    assert "FastFlowLM" in found[0]["fix"]
+    assert "the build vulkan of llama.cpp, /no/such, is not there" in found[1]["detail"]
+    assert found[2]["detail"] == "can run too: whispercpp, llamacpp cpu"
+
+
+def test_the_build_that_mesh_toml_chooses(meshctl: Meshctl, mesh_home: Path) -> None:
+    (mesh_home / "mesh.toml").write_text('[engine]\nbackend = "cpu"\nbackends = { cpu = "/no/such" }\n')
+    assert checks(meshctl)["engine"][0]["detail"] == "the configured engine /no/such does not exist"
