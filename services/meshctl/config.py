@@ -13,6 +13,7 @@ from services.meshctl.node import Node
 from services.meshctl.output import clean, print_json, progress
 from services.meshctl.reload import reload_daemons, say_reloaded
 from shared.config import ENVIRONMENT, SECTIONS, NodeConfig, heeded, is_loopback
+from shared.recipes import BUILTIN_RECIPES, RECIPE_KEYS, Recipe
 
 
 @click.group()
@@ -82,6 +83,7 @@ def show(key: str | None, as_json: bool) -> None:
                 }
                 for dotted, origin in origins.items()
             }
+            | {dotted: {"value": value, "source": "mesh.toml"} for dotted, value in own_recipes(found).items()}
         )
         return
     for section in SECTIONS:
@@ -92,6 +94,25 @@ def show(key: str | None, as_json: bool) -> None:
                 line = f"{name} = {_toml(getattr(getattr(found, section), name))}"
                 click.echo(clean(line if origin == "default" else f"{line:40}  # {origin}"))
         click.echo()
+    section = ""
+    for dotted, value in own_recipes(found).items():
+        prefix, _, name = dotted.rpartition(".")
+        if prefix != section:
+            section = prefix
+            click.echo(clean(f"[{section}]"))
+        click.echo(clean(f"{name} = {_toml(value)}"))
+
+
+def own_recipes(found: NodeConfig) -> dict[str, Any]:
+    """``recipes.NAME.KEY`` and value of what mesh.toml adds or changes."""
+    changed: dict[str, Any] = {}
+    for name, recipe in found.recipes.items():
+        usual = BUILTIN_RECIPES.get(name, Recipe(name=name))
+        for key in RECIPE_KEYS:
+            value = getattr(recipe, key)
+            if value != getattr(usual, key):
+                changed[f"recipes.{name}.{key}"] = tuple(sorted(value)) if isinstance(value, frozenset) else value
+    return changed
 
 
 @config.command("set")
@@ -101,7 +122,7 @@ def show(key: str | None, as_json: bool) -> None:
 def set_(key: str, value: str, as_json: bool) -> None:
     """Write one setting into mesh.toml (its comments stay) and reload it if the node is up.
 
-    KEY is like api.port. A list is written a,b,c.
+    KEY is like api.port. A list is written a,b,c; engine.extra_args is one text with quotes as in a shell.
     """
     node = Node()
     where, parsed = parse_setting(key, value)

@@ -13,6 +13,7 @@ import pytest
 from services.meshctl.config_file import edited, override_variables, parse_setting, sources, update_config
 from shared.config import OVERRIDDEN_NAME, NodeConfig, heeded, load_config
 from shared.errors import ConfigError
+from tests.meshctl.conftest import Meshctl
 
 OWNERS = """\
 # my node
@@ -165,3 +166,18 @@ def test_a_broken_record_of_the_command_line_is_said(tmp_path: Path, text: str) 
         load_config(tmp_path / "mesh.toml", {})
     override_variables(tmp_path / "mesh.toml", {}, starts=True)
     assert load_config(tmp_path / "mesh.toml", {}) == NodeConfig()
+
+
+def test_show_has_builds_and_the_recipes_that_mesh_toml_adds(meshctl: Meshctl, mesh_home: Path) -> None:
+    (mesh_home / "mesh.toml").write_text(
+        '[engine]\nbackends = { cpu = "/opt/cpu" }\n[recipes.mine]\nprogram = "x"\nprocessors = ["npu", "gpu"]\n'
+        'arguments = ["--port", "{port}"]\nendpoints = ["/v1/chat/completions"]\n[recipes.flm]\nprogram = "/opt/flm"\n'
+    )
+    shown = meshctl("config", "show").out
+    assert 'backends = {cpu = "/opt/cpu"}' in shown
+    assert '[recipes.flm]\nprogram = "/opt/flm"\n[recipes.mine]\nprogram = "x"\n' in shown
+    assert 'processors = ["gpu", "npu"]' in shown
+    rows = meshctl("config", "show", "--json").json()
+    assert rows["recipes.mine.arguments"] == {"value": ["--port", "{port}"], "source": "mesh.toml"}
+    assert meshctl("config", "show", "engine.backends").out == '{cpu = "/opt/cpu"}\n'
+    assert [key for key in rows if key.startswith("recipes.flm")] == ["recipes.flm.program"]
