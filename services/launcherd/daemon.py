@@ -20,8 +20,9 @@ from services.launcherd.io.engine_binary import Installed, find_installed, look_
 from services.launcherd.io.engine_crew import EngineCrew, remove_logs, unused_logs
 from services.launcherd.io.engine_log import log_tail
 from services.launcherd.io.engine_records import EngineRecord
-from services.launcherd.io.library import LOOK_SECONDS, Library
+from services.launcherd.io.library import LOOK_SECONDS
 from services.launcherd.io.memory_file import MemoryFile
+from services.launcherd.io.model_store import ModelStore
 from services.launcherd.io.npu import find_npus
 from services.launcherd.model_names import find_name
 from services.launcherd.options import listed_options
@@ -66,6 +67,7 @@ from shared.io.drive import Drive, Tasks, Tick
 from shared.io.fresh_ids import new_boot_id
 from shared.io.lifecycle import StopSignal, environment
 from shared.messages.daemon import ConfigReloaded, Done, ExplainSubject, Explanation, Refused, ReloadConfig, StoryEntry
+from shared.messages.downloads import CancelPull, DeleteModel, PullModel
 from shared.messages.leases import (
     AcquireLease,
     EngineSuspected,
@@ -116,7 +118,10 @@ class Launcher:
         self.drive: Drive[Stimulus, Effect] = Drive(
             self.table, self.perform, quiet=(Tick, CreditsReported, CreditsReturned, EngineHealthy)
         )
-        self.library = Library(paths, config, self.drive.post)
+        self.store = ModelStore(
+            paths, config, tasks, post=self.drive.post, publish=self._publish, unload=self._unload
+        )
+        self.library = self.store.library
         self.crew = EngineCrew(paths.engines, self._engine_news, tasks)
         self.bus: BusServer | None = None
         self.installed = Installed()
@@ -135,10 +140,12 @@ class Launcher:
 
     def snapshot(self) -> Iterable[codec.Message]:
         self.table.book.now = asyncio.get_running_loop().time()
-        return snapshot(self.table.book)
+        return (*snapshot(self.table.book), *self.store.snapshot())
 
     def story(self, limit: int) -> tuple[StoryEntry, ...]:
-        return self.drive.story(limit, asyncio.get_running_loop().time())
+        now = asyncio.get_running_loop().time()
+        entries = (*self.drive.story(limit, now), *self.store.story(limit, now))
+        return tuple(sorted(entries, key=lambda entry: -entry.age_seconds)[-limit:])
 
     # -- effects ---------------------------------------------------------------------------------------------
 
@@ -155,8 +162,7 @@ class Launcher:
             case Reply():
                 self._reply(effect)
             case Publish(message=message):
-                if self.bus is not None:
-                    self.bus.publish(message)
+                self._publish(message)
                 if isinstance(message, SlotChanged):
                     self._tell(message)
             case Remember(memory=memory):
@@ -164,6 +170,10 @@ class Launcher:
                     self.file.write(memory)
                 except OSError as error:
                     log.error("memory_not_written", reason=str(error))
+
+    def _publish(self, message: codec.Message) -> None:
+        if self.bus is not None:
+            self.bus.publish(message)
 
     def _start(self, effect: StartEngine) -> None:
         slot_id, name = effect.slot_id, effect.model.name
@@ -232,6 +242,8 @@ class Launcher:
                 return await self._ask(lambda token: PinAsked(token=token, request=request))
             case SetMaxLoadedModels():
                 return await self._ask(lambda token: LimitsAsked(token=token, request=request))
+            case PullModel() | CancelPull() | DeleteModel():
+                return await self.store.handle(request)
             case RescanModels():
                 found = await self.library.scan()
                 return Done(detail=f"{len(found.models)} models, {len(found.skipped)} files skipped")
@@ -258,6 +270,10 @@ class Launcher:
             granted = lost if isinstance(lost, LeaseGranted) else None
             self.drive.post(CallerGone(token=token, granted=granted, holder=holder))
             raise
+
+    async def _unload(self, model: ModelName) -> codec.Message:
+        request = UnloadModel(model=model)
+        return await self._ask(lambda token: UnloadAsked(token=token, request=request))
 
     async def _look_for(self, model: str) -> None:
         """Read the folders again if the model is not known: its file may have come a moment ago."""
@@ -303,7 +319,7 @@ class Launcher:
         if config.configured != self.config.configured:
             changed.append("mesh.toml")
         self.config = config
-        self.library.configure(config)
+        self.store.configure(config)
         self.drive.post(ConfigApplied(config=config))
         if any(key.startswith(MEASURED_KEYS) for key in changed):
             await self.measure()
@@ -404,6 +420,7 @@ async def main(paths: NodePaths, config: NodeConfig) -> None:
     await asyncio.sleep(0)
     launcher.bus = BusServer(NAME, paths, launcher, launcher.handle, tasks)
     launcher.bus.start()
+    launcher.store.start()
     tasks.start(launcher.measure(), "device")
     tasks.start(launcher.library.scan(), "first scan")
     tasks.start(launcher.library.watch(), "models folders")

@@ -40,5 +40,4 @@ def tiny_files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder: Path = tmp_path_factory.mktemp("hub")
     tiny_models.write_llm(folder / "Real-Q8_0.gguf")
     tiny_models.write_parts(folder, "Real-F16", folder / "Real-Q8_0.gguf")
-    tiny_models.write_embedding(folder / "Embed-Q8_0.gguf")
     return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

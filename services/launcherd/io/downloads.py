@@ -70,6 +70,7 @@ class DownloadProcess:
     async def _run(self, job: JobId, request: str, environ: Mapping[str, str]) -> None:
         command = (sys.executable, "-P", "-m", "services.launcherd.io.download_worker")
         try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=asyncio.subprocess.PIPE,
@@ -80,6 +81,7 @@ class DownloadProcess:
             )
         except OSError as error:
             detail = f"the download process cannot be started: {error.strerror or error}"
+            log.warning("download_trouble", code="download_died", reason=detail)
             self._post(DownloadFailed(job=job, code="download_died", detail=detail, transient=True))
             self._post(DownloadEnded(job=job))
             return
@@ -113,6 +115,8 @@ class DownloadProcess:
             except (ValueError, KeyError, TypeError) as error:
                 log.warning("download_said", line=line[:200].decode(errors="replace"), reason=str(error))
                 continue
+            if isinstance(news, DownloadFailed):
+                log.warning("download_trouble", code=news.code, reason=news.detail)
             self._post(news)
 
 

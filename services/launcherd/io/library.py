@@ -9,15 +9,20 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from services.launcherd.io.model_folders import ModelFolders
+from services.launcherd.io.other_models import other_models
+from services.launcherd.model_info import ModelFile
+from services.launcherd.registry import Registry
 from services.launcherd.slot_events import InventoryScanned, KnownModel
 from shared.config import ModelsSection, NodeConfig
 from shared.errors import LoadFailed
 from shared.io import log
 from shared.messages.models import SkippedFile
 from shared.paths import NodePaths
+from shared.recipes import LLAMACPP
 
 LOOK_SECONDS = 10.0
 HASH_DELAY_SECONDS = 5.0
@@ -30,8 +35,16 @@ FOLDERS_WATCHED = 5_000
 class Library:
     """Tells `post` about every change of what is on disk."""
 
-    def __init__(self, paths: NodePaths, config: NodeConfig, post: Callable[[InventoryScanned], None]) -> None:
+    def __init__(
+        self,
+        paths: NodePaths,
+        config: NodeConfig,
+        post: Callable[[InventoryScanned], None],
+        registry: Registry | None = None,
+    ) -> None:
+        """`registry` says more of what meshd downloaded, and knows the models of other engines."""
         self._paths = paths
+        self._registry = registry or Registry()
         self._post = post
         self._folders: tuple[Path, ...] = ()
         self._files = ModelFolders([])
@@ -63,13 +76,24 @@ class Library:
         files = self._files
         stamp = await asyncio.to_thread(folder_stamp, self._folders)
         result = await asyncio.to_thread(files.scan)
-        guide = str(self._paths.guide_folder) + os.sep
-        models = tuple(
-            KnownModel(file=file, file_hash=files.known_hash(file), builtin=file.path.startswith(guide))
-            for file in result.models
+        others = await asyncio.to_thread(other_models, self._registry.entries(), self._paths.downloads)
+        # What another engine runs is no model of llama.cpp's, nor a broken one, even if a file of it ends in .gguf.
+        theirs = tuple(f"{self._paths.downloads / entry.name}{os.sep}" for entry, _ in others)
+        models = [self._known(file, files.known_hash(file)) for file in result.models if not _below(file.path, theirs)]
+        names = {model.name for model in models}
+        models += [
+            KnownModel(file=file, recipe=entry.recipe, labels=entry.labels, checkpoint=entry.checkpoint)
+            for entry, file in others
+            if entry.name not in names
+        ]
+        projectors = f"{self._paths.downloads}{os.sep}"
+        skipped = tuple(
+            SkippedFile(path=item.path, reason=item.reason)
+            for item in result.skipped
+            if not _below(item.path, theirs)
+            and not (item.path.startswith(projectors) and os.path.basename(item.path).startswith("mmproj-"))
         )
-        skipped = tuple(SkippedFile(path=item.path, reason=item.reason) for item in result.skipped)
-        found = InventoryScanned(models=models, skipped=skipped)
+        found = InventoryScanned(models=tuple(sorted(models, key=lambda model: model.name)), skipped=skipped)
         self._stamp = stamp
         if found != self._last:
             self._report(found)
@@ -77,6 +101,24 @@ class Library:
             self._post(found)
         self._scanned.set()
         return found
+
+    def _known(self, file: ModelFile, file_hash: str) -> KnownModel:
+        """With what the registry knows of it, if meshd downloaded it."""
+        builtin = file.path.startswith(f"{self._paths.guide_folder}{os.sep}")
+        entry = self._registry.find(file.name) if file.path.startswith(f"{self._paths.downloads}{os.sep}") else None
+        if entry is None or entry.name != file.name:
+            return KnownModel(file=file, file_hash=file_hash, builtin=builtin)
+        if entry.type != "llm":
+            # Conversions of embedding and reranking models do not always say in their header that they are one.
+            file = replace(file, type=entry.type)
+        return KnownModel(
+            file=file,
+            file_hash=file_hash,
+            builtin=builtin,
+            recipe=entry.recipe,
+            labels=entry.labels,
+            checkpoint=entry.checkpoint,
+        )
 
     async def watch(self) -> None:
         """For ever: scan again when a folder changed."""
@@ -94,7 +136,7 @@ class Library:
             missing = [
                 model.file
                 for model in (self._last.models if self._last else ())
-                if not model.file_hash and model.file.path not in failed
+                if not model.file_hash and model.file.path not in failed and model.recipe == LLAMACPP
             ]
             if not missing or busy():
                 await asyncio.sleep(HASH_PAUSE_SECONDS if missing else LOOK_SECONDS)
@@ -117,6 +159,10 @@ class Library:
         for model in found.models:
             if model.name not in names:
                 log.info("model_found", model=model.name, type=model.file.type, bytes=model.file.file_size_bytes)
+
+
+def _below(path: str, folders: tuple[str, ...]) -> bool:
+    return path.startswith(folders) if folders else False
 
 
 def folder_stamp(folders: tuple[Path, ...]) -> object:
