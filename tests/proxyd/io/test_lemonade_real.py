@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,14 +17,28 @@ import pytest
 from shared.errors import DaemonUnreachable
 from tests.daemons import start_daemon_process
 from tests.engines.tiny_models import write_embedding, write_llm
+from tests.hub.fake_hub import FakeHub, fake_hub
 from tests.proxyd.plane import Plane, running_plane
+from tests.proxyd.wire import read_until
 from tests.waiting import wait_until
 
 pytest.importorskip("xllamacpp", reason="the embedded engine is not installed on this platform")
 
 
+REPO = "tiny/Real-GGUF"
+
+
 @pytest.fixture(scope="module")
-def plane() -> Iterator[Plane]:
+def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    file = tmp_path_factory.mktemp("hub") / "Real-Q8_0.gguf"
+    write_llm(file)
+    with fake_hub() as running:
+        running.repos[REPO] = {file.name: file.read_bytes()}
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plane(hub: FakeHub) -> Iterator[Plane]:
     home = Path(tempfile.mkdtemp(prefix="mesh-", dir="/tmp"))
     models = home / "models"
     models.mkdir()
@@ -32,7 +47,7 @@ def plane() -> Iterator[Plane]:
     write_embedding(models / "embed.gguf")
     engine = 'path = "embedded"\nthreads = 1\nparallel = 2\ncontext_tokens = 512\n'
     (home / "mesh.toml").write_text(f'[models]\nfolders = ["{models}"]\n[engine]\n{engine}')
-    launcherd = start_daemon_process("launcherd", home)
+    launcherd = start_daemon_process("launcherd", home, HF_ENDPOINT=hub.endpoint)
     try:
         with running_plane(home, own_launcherd=False) as running:
             running.place_error = DaemonUnreachable("there is no electiond in this test")
@@ -121,3 +136,69 @@ def test_what_cannot_be_loaded_is_told_in_words(
     got, answer = ask(plane, "POST", "load", body)
     assert (got, set(answer["error"])) == (status, {"message", "type", "code", "param"}), answer
     assert words in answer["error"]["message"]
+
+
+def pulled(plane: Plane, **body: Any) -> list[tuple[str, Any]]:
+    """The events of a streamed pull."""
+    status, headers, text = plane.request("POST", "/api/v1/pull", {"stream": True, **body}, timeout=60)
+    assert (status, headers["content-type"]) == (200, "text/event-stream")
+    lines = [line.partition(": ") for line in text.decode().split("\n") if line.startswith(("event:", "data:"))]
+    names, data = lines[::2], lines[1::2]
+    return [(name, json.loads(told)) for (_, _, name), (_, _, told) in zip(names, data, strict=True)]
+
+
+def test_a_model_is_pulled_loaded_asked_and_deleted(plane: Plane, hub: FakeHub) -> None:
+    """docs/spec/lemonade.md 16, 19: progress comes as events, the last one `complete` or `error`."""
+    events = pulled(plane, model_name="user.real", checkpoint=f"{REPO}:Q8_0", recipe="llamacpp", reasoning=True)
+    assert [name for name, _ in events[-1:]] == ["complete"]
+    assert {name for name, _ in events[:-1]} <= {"progress"}
+    assert events[-1][1]["percent"] == 100
+    shown = ask(plane, "GET", "models/user.real")[1]
+    assert (shown["downloaded"], shown["labels"], shown["checkpoint"]) == (True, ["reasoning"], f"{REPO}:Q8_0")
+    assert shown["size_bytes"] > 0
+    assert ask(plane, "POST", "load", {"model_name": "user.real", "ctx_size": 256})[0] == 200
+    assert loaded(plane)["user.real"]["checkpoint"] == f"{REPO}:Q8_0"
+    assert ask(plane, "POST", "completions", {"model": "user.real", "prompt": "a", "max_tokens": 3})[0] == 200
+    assert ask(plane, "POST", "delete", {"model_name": "user.real"})[0] == 200
+    assert loaded(plane) == {}
+    assert ask(plane, "GET", "models/user.real")[0] == 404
+    assert ask(plane, "POST", "delete", {"model_name": "user.real"})[0] == 404
+
+
+def test_a_load_downloads_what_it_registers(plane: Plane, hub: FakeHub) -> None:
+    """docs/spec/lemonade.md 16."""
+    body = {"model_name": "user.other", "checkpoint": f"{REPO}:Q8_0", "recipe": "llamacpp", "ctx_size": 256}
+    status, answer = ask(plane, "POST", "load", body)
+    assert (status, answer["model_name"], answer["checkpoint"]) == (200, "user.other", f"{REPO}:Q8_0"), answer
+    assert loaded(plane)["user.other"]["recipe_options"]["ctx_size"] == 256
+    assert ask(plane, "POST", "delete", {"model_name": "user.other"})[0] == 200
+
+
+def test_who_leaves_a_streamed_pull_cancels_it(plane: Plane, hub: FakeHub) -> None:
+    """docs/spec/lemonade.md 21: what is there stays for the next time."""
+    hub.fault("stall", at=100_000, file="Real-Q8_0")
+    body = json.dumps({"model_name": "user.half", "checkpoint": f"{REPO}:Q8_0", "stream": True}).encode()
+    head = b"POST /api/v1/pull HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+
+    def state() -> str:
+        found = plane.call(lambda: plane.local.download_of("user.half"))
+        return found.state if found is not None else ""
+
+    with socket.create_connection(("127.0.0.1", plane.port), timeout=20) as connection:
+        connection.sendall(head + body)
+        read_until(connection, b"event: progress")
+        wait_until(lambda: state() == "downloading", 10, "bytes come")
+    wait_until(lambda: state() == "cancelled", 10, "launcherd was told")
+    assert pulled(plane, model_name="user.half", checkpoint=f"{REPO}:Q8_0")[-1][0] == "complete"
+    assert ask(plane, "POST", "delete", {"model_name": "user.half"})[0] == 200
+
+
+def test_what_cannot_be_pulled_is_told_in_words(plane: Plane, hub: FakeHub) -> None:
+    """docs/spec/lemonade.md 5, 19."""
+    [(name, told)] = [event for event in pulled(plane, model_name="tiny/Nothing-GGUF:Q8_0") if event[0] != "progress"]
+    assert name == "error"
+    assert "tiny/Nothing-GGUF" in told["error"]
+    status, answer = ask(plane, "POST", "pull", {"model_name": f"{REPO}:Q2_K"})
+    assert (status, answer["error"]["code"]) == (404, "quantization_not_found")
+    assert "Q8_0" in answer["error"]["message"]
+    assert ask(plane, "POST", "pull", {"model_name": "no such model"})[0] in (400, 404)
