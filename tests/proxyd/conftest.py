@@ -9,6 +9,7 @@ import pytest
 
 from tests.proxyd.plane import Plane, running_plane
 from tests.proxyd.raw_upstream import RawUpstream, raw_upstream
+from tests.proxyd.scripted_launcherd import Scripted, scripted_launcherd
 
 
 @pytest.fixture
@@ -21,3 +22,8 @@ def plane(mesh_home: Path) -> Iterator[Plane]:
 def upstream() -> Iterator[RawUpstream]:
     with raw_upstream() as running:
         yield running
+
+
+@pytest.fixture
+def launcherd(plane: Plane) -> Scripted:
+    return scripted_launcherd(plane)
