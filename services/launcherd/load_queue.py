@@ -18,7 +18,7 @@ from services.launcherd.slot_words import all_pinned, code_of, requests, too_lar
 from shared.errors import OptionRefused
 from shared.ids import ModelName, SlotId
 from shared.messages.daemon import Refused
-from shared.messages.models import Assignment
+from shared.messages.models import Assignment, ModelLoaded
 
 
 class LoadQueue:
@@ -91,6 +91,10 @@ class LoadQueue:
             if found is None:
                 break
             slot, room = found
+            twin = self._still_loaded(slot)
+            if twin is not None:
+                self._keep_for(slot, twin)
+                continue
             if not room.start_now and book.in_grace():
                 head = slot
                 break
@@ -194,14 +198,34 @@ class LoadQueue:
             return False
         return bool(slot.loaders) or next(self._book.leases.line(slot.name, before=head.order), None) is not None
 
+    def _still_loaded(self, queued: Slot) -> Slot | None:
+        """The slot of the same model and options that has only begun to go: for another model, or because unused."""
+        for slot in self._book.of(queued.name):
+            going = slot.state == "draining" and slot.drain is not None and slot.drain.by in ("eviction", "idle")
+            if going and not queued.attempt and not slot.suspected and slot.options == queued.options:
+                return slot
+        return None
+
+    def _keep_for(self, queued: Slot, kept: Slot) -> None:
+        """What waited for `queued` is served by the slot that is still there, and nothing is loaded."""
+        book = self._book
+        book.keep(kept, "kept: it is wanted again")
+        kept.placed = kept.placed and queued.placed
+        if queued.asked:
+            kept.asked, kept.origin = True, queued.origin
+        for token in queued.loaders:
+            loaded = ModelLoaded(model=kept.name, slot_id=kept.slot_id, load_seconds=kept.load_seconds, already=True)
+            book.reply(token, loaded)
+        queued.loaders.clear()
+        book.drop(queued, f"{queued.name} is loaded still", "replaced")
+
     def _keep_all_but(self, victims: Collection[SlotId]) -> None:
         """Slots that were to make room and need not any more are kept."""
         book = self._book
         for slot in book.slots.values():
             kept = slot.state == "draining" and slot.drain is not None and slot.drain.by == "eviction"
             if kept and slot.slot_id not in victims:
-                slot.drain = None
-                slot.move("ready", "kept: its place is not needed any more", book.now)
+                book.keep(slot, "kept: its place is not needed any more")
 
     def _waiting_words(self, victims: Iterable[SlotId]) -> str:
         book = self._book

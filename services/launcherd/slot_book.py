@@ -120,6 +120,8 @@ class SlotBook:
         (self.pinned.add if pinned else self.pinned.discard)(name)
         for slot in self.of(name):
             slot.pinned = pinned
+            if pinned and slot.state == "draining" and slot.drain is not None and slot.drain.by == "idle":
+                self.keep(slot, "kept: it was pinned")
 
     def in_grace(self) -> bool:
         """Whether holders of an earlier launcherd's credits may still announce themselves."""
@@ -204,6 +206,11 @@ class SlotBook:
     def start_drain(self, slot: Slot, drain: Drain) -> None:
         slot.drain = drain
         slot.move("draining", drain.reason, self.now)
+
+    def keep(self, slot: Slot, reason: str) -> None:
+        """A draining slot serves on."""
+        slot.drain = None
+        slot.move("ready", reason, self.now)
 
     def stop(self, slot: Slot, reason: str) -> None:
         """End its engine; `EngineStopped` or `EngineFailed` follows."""

@@ -24,6 +24,7 @@ from services.launcherd.slot_events import (
     InventoryScanned,
     KnownModel,
     Memory,
+    Reply,
     ReplyToken,
     SlotMemory,
     StartEngine,
@@ -54,6 +55,7 @@ class RestartingWorld(World):
         self.assigned: tuple[Assignment, ...] = ()
         self.idle_holders: set[str] = set()
         """They hold credits without using them."""
+        self.silent: set[str] = set()
         self.started: dict[SlotId, StartEngine] = {}
         self.kill_after: int | None = None
         """launcherd performs so many effects more of its next step."""
@@ -80,6 +82,9 @@ class RestartingWorld(World):
         if isinstance(effect, StartEngine):
             self.started[effect.slot_id] = effect
             self._check_start(effect)
+        if isinstance(effect, Reply) and isinstance(effect.message, LeaseGranted):
+            for holder in self.silent:
+                self.credits[effect.message.slot_id].pop(holder, None)
 
     def _check_start(self, start: StartEngine) -> None:
         names = self.running | self.stopping
@@ -127,8 +132,9 @@ class RestartingWorld(World):
         self.on_disk = tuple(model for name, model in self.known.items() if name in names)
         self.do(InventoryScanned(models=self.on_disk))
 
-    def forget(self, holder: str) -> None:
-        """The holder holds nothing any more, without a word to launcherd."""
+    def falls_silent(self, holder: str) -> None:
+        """The holder holds nothing any more, without a word to launcherd; what it is granted now reaches nobody."""
+        self.silent.add(holder)
         for holders in self.credits.values():
             holders.pop(holder, None)
 

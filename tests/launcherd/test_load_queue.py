@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from shared.config import EngineSection, ModelsSection, NodeConfig
 from shared.errors import OptionRefused
-from tests.launcherd.table import World, config
+from shared.ids import ModelName
+from tests.launcherd.restarting_world import RestartingWorld
+from tests.launcherd.table import DEFAULT_MODELS, GIB, World, config
 
 
 def test_the_words_name_who_is_waited_for() -> None:
@@ -22,6 +24,37 @@ def test_the_words_name_who_is_waited_for() -> None:
     world.give_back(world.running_id("a"))
     world.advance(0.3)
     assert world.slot("b").reason == "waits for a to stop"
+
+
+def test_a_model_that_had_begun_to_go_is_not_loaded_anew_for_those_who_came_since() -> None:
+    """What displaced it is not wanted any more: its engine serves them, with no stop and no load."""
+    world = World()
+    slot_id = world.bring_up("a")
+    world.acquire("a")
+    world.acquire("a", "h2")
+    displacing = world.acquire("b")
+    came_since = world.acquire("a", "h2")
+    assert world.state("b") == "queued"
+    world.withdraw(displacing)
+    assert [slot.state for slot in world.table.book.of(ModelName("a"))] == ["ready"]
+    world.give_back(slot_id)
+    assert world.granted(came_since)
+    assert not world.loading
+    assert not world.stop_order
+
+
+def test_a_model_that_goes_because_it_is_unused_is_kept_for_a_request() -> None:
+    world = RestartingWorld(config(idle_minutes=1), capacity_bytes=10 * GIB, models=DEFAULT_MODELS)
+    world.idle_holders = {"h1"}
+    slot_id = world.bring_up("a")
+    world.acquire("a", "h1")
+    world.live_for(61, "h1")
+    assert world.state("a") == "draining"
+    request = world.acquire("a", "h2")
+    assert world.table.book.slots[slot_id].state == "ready"
+    world.give_back(slot_id, "h1")
+    assert world.granted(request)
+    assert not world.stop_order
 
 
 def test_a_load_that_is_refused_lets_the_next_one_pass() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from shared.messages.daemon import Done, Refused
-from shared.messages.models import LimitsChanged
-from tests.launcherd.table import World, config
+from shared.messages.models import LimitsChanged, ModelLoaded
+from tests.launcherd.restarting_world import RestartingWorld
+from tests.launcherd.table import DEFAULT_MODELS, GIB, World, config
 
 
 def test_a_pin_names_a_model_as_a_load_does() -> None:
@@ -51,6 +52,33 @@ def test_pins_survive_a_crash() -> None:
     world.advance(2)
     world.ready("a")
     assert world.slot("a").pinned
+
+
+def test_an_unused_model_that_is_pinned_while_it_goes_is_kept() -> None:
+    """A pinned model is not unloaded when it is idle, not even when that had begun."""
+    world = RestartingWorld(config(idle_minutes=1), capacity_bytes=10 * GIB, models=DEFAULT_MODELS)
+    world.idle_holders = {"h1"}
+    slot_id = world.bring_up("a")
+    world.acquire("a", "h1")
+    world.live_for(61, "h1")
+    assert world.state("a") == "draining"
+    world.pin("a")
+    assert (world.slot("a").slot_id, world.state("a")) == (slot_id, "ready")
+    world.give_back(slot_id, "h1")
+    assert not world.stopping
+
+
+def test_a_load_that_pins_a_model_while_it_goes_keeps_it() -> None:
+    world = World()
+    slot_id = world.bring_up("a")
+    world.acquire("a")
+    other = world.load("b")
+    assert world.state("a") == "draining"
+    token = world.load("a", pinned=True)
+    kept = world.reply(token)
+    assert isinstance(kept, ModelLoaded)
+    assert (kept.slot_id, kept.already) == (slot_id, True)
+    assert isinstance(world.reply(other), Refused), "only a pinned model could make room for it"
 
 
 def test_limits_are_told_with_their_reason() -> None:

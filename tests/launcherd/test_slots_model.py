@@ -111,10 +111,9 @@ class SlotTableModel(RuleBasedStateMachine):
     @rule(holder=st.sampled_from(HOLDERS))
     def die(self, holder: str) -> None:
         """A holder falls silent for longer than it may, and comes back with nothing."""
-        self.world.forget(holder)
+        self.world.falls_silent(holder)
         self.world.live_for(5.1, *({*HOLDERS} - {holder}))
-        # What was granted to it in the meantime reached nobody.
-        self.world.forget(holder)
+        self.world.silent.clear()
 
     # -- people and the mesh ---------------------------------------------------------------------------------
 
