@@ -252,14 +252,14 @@ _STATUS_OF = {
     **dict.fromkeys(
         (
             "model_not_found", "model_file_missing", "not_loaded", "not_downloading", "file_not_found",
-            "quantization_not_found",
+            "quantization_not_found", "repository_not_found",
         ),
         404,
     ),
     **dict.fromkeys(
         (
-            "name_taken", "cancelled", "unloaded", "withdrawn", "finished", "pinned", "not_ours", "incomplete",
-            "client",
+            "name_taken", "cancelled", "unloaded", "withdrawn", "finished", "all_pinned", "not_ours", "incomplete",
+            "client", "downloading", "offline",
         ),
         409,
     ),
@@ -268,6 +268,8 @@ _STATUS_OF = {
     **dict.fromkeys(("state_not_writable", "disk_full"), 507),
 }  # fmt: skip
 """500 for what is not listed: a load or a download that failed."""
+_NAME_OF = {"all_pinned": "slots_pinned_error"}
+"""Codes that Lemonade's clients look for."""
 
 
 def failure_of(error: RequestRefused) -> Failure:
@@ -277,7 +279,7 @@ def failure_of(error: RequestRefused) -> Failure:
     retry = error.retry_after_seconds
     if retry is None and status in (429, 503):
         retry = 1.0
-    return Failure(status, error.code, error.detail, retry_after_seconds=retry)
+    return Failure(status, _NAME_OF.get(error.code, error.code), error.detail, retry_after_seconds=retry)
 
 
 def dump_load(plan: LoadPlan, view: LocalView) -> dict[str, Any]:

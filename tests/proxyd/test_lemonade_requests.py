@@ -282,7 +282,7 @@ def test_another_setting_is_refused_with_the_list_of_what_can_be_set(body: bytes
 @pytest.mark.parametrize(
     ("code", "status"),
     [
-        ("option_refused", 400), ("config", 400), ("not_loaded", 404), ("model_not_found", 404), ("pinned", 409),
+        ("option_refused", 400), ("config", 400), ("not_loaded", 404), ("model_not_found", 404), ("unloaded", 409),
         ("overloaded", 429), ("engine_exited", 500), ("model_too_large", 500), ("something_new", 500), ("idle", 503),
     ],
 )  # fmt: skip
@@ -291,3 +291,9 @@ def test_refusals_in_http(code: str, status: int) -> None:
     error = failure_of(RequestRefused(code, "words"))
     assert (error.status, error.code, error.message) == (status, code, "words")
     assert (error.retry_after_seconds is not None) == (status in (429, 503))
+
+
+def test_what_only_pins_stand_in_the_way_of_has_the_code_that_clients_know() -> None:
+    """docs/spec/lemonade.md 17."""
+    error = failure_of(RequestRefused("all_pinned", "unpin one"))
+    assert (error.status, error.code) == (409, "slots_pinned_error")

@@ -115,6 +115,10 @@ def test_limits_and_pins_live(plane: Plane) -> None:
         "one": True, "two": False, "embed": False,
     }  # fmt: skip
     assert health["model_loaded"] == "two", "the llm loaded last"
+    assert ask(plane, "POST", "internal/set", {"max_loaded_models": 1})[0] == 200
+    assert ask(plane, "POST", "unload", {"model_name": "two"})[0] == 200
+    status, answer = ask(plane, "POST", "load", {"model_name": "two"})
+    assert (status, answer["error"]["code"]) == (409, "slots_pinned_error"), answer
     assert ask(plane, "POST", "internal/pin", {"model_name": "one", "pinned": False})[0] == 200
     wait_until(lambda: not loaded(plane)["one"]["pinned"], 5, "it is unpinned")
     assert ask(plane, "POST", "unload")[0] == 200
