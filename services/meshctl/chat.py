@@ -13,6 +13,7 @@ from services.meshctl.http_client import chat_events
 from services.meshctl.load import load_model
 from services.meshctl.node import Node
 from services.meshctl.output import clean, fail, print_json, progress
+from services.meshctl.pull import can_be_pulled
 from services.meshctl.up import bring_up, changes_of
 from shared.errors import MeshError
 from shared.ids import ModelName
@@ -53,7 +54,7 @@ def chat(
     node.running()
     view = node.status()
     name = model or choose_model(view)
-    if not _is_ready(view, name):
+    if not _is_ready(view, name) or (not _is_known(view, name) and can_be_pulled(node, name)):
         load_model(node, LoadModel(model=ModelName(name)))
     talk = Talk(node, view.addresses.api, name, system, {"max_tokens": max_tokens, "temperature": temperature}, key)
     converse(talk, message, as_json)
@@ -96,6 +97,10 @@ def _is_ready(view: NodeStatus, name: str) -> bool:
     """Ready here or elsewhere; names that this node does not know are left to the endpoint (aliases)."""
     found = next((model for model in view.models if model.name == name), None)
     return found is None or found.status == "ready"
+
+
+def _is_known(view: NodeStatus, name: str) -> bool:
+    return any(model.name == name for model in view.models)
 
 
 class Talk:

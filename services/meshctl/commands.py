@@ -23,6 +23,7 @@ VERBS: dict[str, tuple[str, str]] = {
     "restart": ("processes", "Restart daemons; the others keep running."),
     "logs": ("logs", "Print logs of daemons and engines."),
     "models": ("models", "List, show and delete models."),
+    "pull": ("pull", "Download a model."),
     "load": ("load", "Load a model and wait until it is ready."),
     "unload": ("load", "Unload a model, or all of them."),
     "pin": ("pin", "Keep a model loaded when others want its place."),

@@ -43,6 +43,25 @@ def complete_model(_ctx: click.Context, _param: click.Parameter, incomplete: str
     ]
 
 
+def complete_registered(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Names of the registry; none when the node is down."""
+    from services.meshctl.node import Node
+    from shared.errors import MeshError
+    from shared.messages.downloads import RegistryChanged
+
+    try:
+        said = Node().survey(["launcherd"]).snapshots.get("launcherd") or []
+    except MeshError:
+        return []
+    return [
+        CompletionItem(model.name, help=f"{model.type}, {'on this node' if model.downloaded else model.checkpoint}")
+        for item in said
+        if isinstance(item, RegistryChanged)
+        for model in item.models
+        if model.name.lower().startswith(incomplete.lower())
+    ]
+
+
 def complete_peer(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Names of the mesh's other nodes; none when this one is down."""
     from services.meshctl.node import Node

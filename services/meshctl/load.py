@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import time
+from dataclasses import replace
 
 import click
 
@@ -13,11 +14,14 @@ from services.meshctl.config_file import update_config
 from services.meshctl.elsewhere import NotOnAnotherNode, ask_node, on_node, other_node
 from services.meshctl.node import Node, run, survey
 from services.meshctl.output import Waiting, clean, print_json, progress
+from services.meshctl.pull import can_be_pulled, pull_model
 from services.meshctl.reload import reload_daemons
 from shared.codec import Message
+from shared.errors import RequestRefused
 from shared.ids import ModelName
 from shared.llamacpp_args import split_args
 from shared.messages.daemon import Done
+from shared.messages.downloads import PullModel
 from shared.messages.models import LoadModel, ModelLoaded, SlotChanged, UnloadModel
 
 LOAD_SECONDS = 24 * 3600.0 - 1
@@ -51,7 +55,8 @@ def load(
     where: str | None,
     as_json: bool,
 ) -> None:
-    """Load MODEL on this node and wait until it is ready.
+    """Load MODEL on this node and wait until it is ready. A model of the registry, org/repo:quantisation or a URL that
+    is not on disk is pulled first.
 
     With the same options on a loaded model nothing happens; with others it is loaded again. With --node the other node
     is asked to load it, with its own settings, and it is not waited for.
@@ -108,13 +113,21 @@ def _next(node: Node, model: ModelName) -> str:
 
 
 def load_model(node: Node, request: LoadModel) -> ModelLoaded:
-    """Ready when it returns. An idle node gets its ``mesh.toml`` first.
+    """Ready when it returns. An idle node gets its ``mesh.toml`` first, and a model that only the registry knows is
+    pulled.
 
     Raises: NodeDown, RequestRefused with launcherd's reason, DaemonUnreachable.
     """
     node.running()
     configure(node)
-    reply = _ask_and_watch(node, request, request.model)
+    try:
+        reply = _ask_and_watch(node, request, request.model)
+    except RequestRefused as error:
+        if error.code != "model_not_found" or not can_be_pulled(node, request.model):
+            raise
+        pulled = pull_model(node, PullModel(model=request.model))
+        request = replace(request, model=ModelName(pulled.subject))
+        reply = _ask_and_watch(node, request, request.model)
     assert isinstance(reply, ModelLoaded), reply
     return reply
 

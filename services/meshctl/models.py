@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
-from pathlib import Path
+import shlex
 from typing import TYPE_CHECKING
 
 import click
@@ -13,10 +12,12 @@ import click
 from services.meshctl.completion import complete_model
 from services.meshctl.node import Node
 from services.meshctl.output import age, clean, console, print_json, size, table
+from services.meshctl.pull import registered_model, registry
 from shared.errors import MeshError
 from shared.ids import ModelName
-from shared.messages.daemon import ExplainSubject, Explanation
-from shared.messages.models import InventoryChanged, RescanModels, UnloadModel
+from shared.messages.daemon import Done, ExplainSubject, Explanation
+from shared.messages.downloads import DeleteModel, RegisteredModel
+from shared.messages.models import RescanModels
 
 if TYPE_CHECKING:
     from shared.node_status import ModelStatus, NodeStatus
@@ -29,36 +30,33 @@ class ModelNotFound(MeshError):
     code = "model_not_found"
 
 
-class NotOurs(MeshError):
-    """The files were not downloaded by meshd."""
-
-    code = "not_ours"
-
-
 @click.group(invoke_without_command=True)
 @click.pass_context
 def models(ctx: click.Context) -> None:
     """List, show and delete models. Alone it lists them."""
     if ctx.invoked_subcommand is None:
-        ctx.invoke(list_models, rescan=False, as_json=False)
+        ctx.invoke(list_models, rescan=False, everything=False, as_json=False)
 
 
 @models.command("list")
 @click.option("--rescan", is_flag=True, help="Read the models folders again first.")
+@click.option("--all", "everything", is_flag=True, help="Also what can be pulled: the catalog and what you registered.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def list_models(rescan: bool, as_json: bool) -> None:
+def list_models(rescan: bool, everything: bool, as_json: bool) -> None:
     """List every model of the mesh, and the files of this node that could not be used, with the reason."""
     node = Node()
     node.running()
     if rescan:
         node.ask("launcherd", RescanModels(), deadline_seconds=300.0)
     view = node.status()
+    known = registry(node) if everything else ()
     if as_json:
         print_json(
             {
                 "models": [dataclasses.asdict(model) for model in view.models],
                 "skipped": [dataclasses.asdict(item) for item in view.skipped],
                 "scanning": view.node.scanning,
+                **({"registry": [dataclasses.asdict(model) for model in known]} if everything else {}),
             }
         )
         return
@@ -72,9 +70,20 @@ def list_models(rescan: bool, as_json: bool) -> None:
         click.echo("No model is known yet" + ("; the folders are being read." if view.node.scanning else "."))
     for item in view.skipped:
         click.echo(f"skipped  {clean(_short(item.path))}: {clean(item.reason)}")
-    if not any(not model.builtin for model in view.models):
+    if everything:
+        offers = [(item.name, item.type, size(item.size_bytes), _whose(item), item.checkpoint) for item in known]
+        click.echo("\nWhat 'meshctl pull NAME' gets:")
+        console().print(table(["MODEL", "TYPE", "FILE", "STATUS", "FROM"], offers))
+    elif not any(not model.builtin for model in view.models):
         folders = ", ".join(node.config.models.folders)
-        click.echo(f"Next: put .gguf files into {folders}, or 'meshctl up --models-dir FOLDER'")
+        click.echo(
+            f"Next: 'meshctl pull NAME' ('meshctl models list --all' shows names), put .gguf files into {folders}, or "
+            "'meshctl up --models-dir FOLDER'"
+        )
+
+
+def _whose(model: RegisteredModel) -> str:
+    return ("on this node" if model.downloaded else "not here") + (", yours" if model.user else "")
 
 
 def _short(path: str) -> str:
@@ -89,18 +98,39 @@ def show(model: str, as_json: bool) -> None:
     """Show all that is known about MODEL."""
     node = Node()
     node.running()
-    found = find_model(node.status(), model)
+    view, known = node.status(), registered_model(node, model)
+    if known is not None and not any(found.name == model for found in view.models):
+        _show_registered(known, as_json)
+        return
+    found = find_model(view, model)
     said = node.ask_all(ExplainSubject(subject=found.name), ("electiond", "launcherd"))
     sentences = [text for reply in said.values() if isinstance(reply, Explanation) for text in reply.sentences]
     if as_json:
-        print_json({**dataclasses.asdict(found), "why": sentences})
+        origin = dataclasses.asdict(known) if known is not None else None
+        print_json({**dataclasses.asdict(found), "why": sentences, "registry": origin})
         return
     click.echo(clean(f"{found.name}  {found.status}  {found.reason}"))
-    for label, value in _facts(found):
+    for label, value in (*_facts(found), *(_origin(known) if known else ())):
         if value:
             click.echo(clean(f"  {label:12}{value}"))
     for sentence in sentences:
         click.echo(clean(f"  {sentence}"))
+
+
+def _show_registered(model: RegisteredModel, as_json: bool) -> None:
+    """Known, and not on any node."""
+    if as_json:
+        print_json(dataclasses.asdict(model))
+        return
+    click.echo(clean(f"{model.name}  {_whose(model)}"))
+    for label, value in (("type", model.type), *_origin(model)):
+        if value:
+            click.echo(clean(f"  {label:12}{value}"))
+    click.echo(f"Next: meshctl pull {clean(shlex.quote(model.name))}")
+
+
+def _origin(model: RegisteredModel) -> list[tuple[str, str]]:
+    return [("from", model.checkpoint), ("recipe", model.recipe), ("labels", ", ".join(model.labels))]
 
 
 def _facts(model: ModelStatus) -> list[tuple[str, str]]:
@@ -139,7 +169,7 @@ def find_model(view: NodeStatus, name: str) -> ModelStatus:
     import difflib
 
     close = difflib.get_close_matches(name, [model.name for model in view.models], n=1, cutoff=0.4)
-    hint = f"did you mean {close[0]}?" if close else "'meshctl models list' shows what there is"
+    hint = f"did you mean {close[0]}?" if close else "'meshctl models list --all' shows what there is"
     raise ModelNotFound(f"no model {name!r} is known here; {hint}")
 
 
@@ -148,53 +178,20 @@ def find_model(view: NodeStatus, name: str) -> ModelStatus:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def rm(model: str, yes: bool, as_json: bool) -> None:
-    """Delete the files of MODEL, if meshd downloaded them.
+    """Delete the files of MODEL, if meshd downloaded them, and forget what you registered.
 
-    Files that you put into a models folder yourself are never deleted.
+    It is unloaded first; requests that are running finish. Files that you put into a models folder yourself are never
+    deleted.
     """
     node = Node()
     node.running()
-    view = node.status()
-    found = find_model(view, model)
-    files = deletable(node, found)
-    total = sum(path.stat().st_size for path in files)
+    found = next((known for known in node.status().models if known.name == model and known.on_disk_here), None)
     if not yes:
-        click.confirm(
-            f"Delete {len(files)} file{'s' if len(files) > 1 else ''}, {size(total)}, of {model}?", abort=True
-        )
-    if found.here is not None:
-        node.ask("launcherd", UnloadModel(model=ModelName(found.name)), deadline_seconds=UNLOAD_SECONDS)
-    for path in files:
-        path.unlink(missing_ok=True)
-    node.ask("launcherd", RescanModels(), deadline_seconds=300.0)
+        what = f"{model}, {size(found.size_bytes)}" if found is not None and found.size_bytes else model
+        click.confirm(f"Delete {clean(what)}?", abort=True)
+    reply = node.ask("launcherd", DeleteModel(model=ModelName(model)), deadline_seconds=UNLOAD_SECONDS)
+    detail = reply.detail if isinstance(reply, Done) else ""
     if as_json:
-        print_json({"model": found.name, "deleted": [str(path) for path in files], "bytes": total})
+        print_json({"model": model, "detail": detail})
     else:
-        click.echo(f"Deleted {found.name}: {size(total)}.")
-
-
-def deletable(node: Node, model: ModelStatus) -> list[Path]:
-    """Every part of a model below the downloads folder. Raises: NotOurs, ModelNotFound."""
-    path_text = model.path
-    if not path_text:
-        # The status came from a catalog that knows no paths; launcherd's inventory does.
-        said = node.survey(["launcherd"]).snapshots["launcherd"] or []
-        lists = [item for item in said if isinstance(item, InventoryChanged)]
-        path_text = next((local.path for item in lists for local in item.models if local.name == model.name), "")
-    if not path_text:
-        raise ModelNotFound(f"{model.name} has no file on this node; nothing to delete")
-    path = Path(path_text)
-    downloads = node.paths.downloads.resolve()
-    # Both the name and what it points at must be inside: a link could lead out.
-    if not (path.parent.resolve() / path.name).is_relative_to(downloads) or not path.resolve().is_relative_to(
-        downloads
-    ):
-        raise NotOurs(
-            f"{path} was not downloaded by meshd, so meshd does not delete it; delete the file yourself, "
-            "then 'meshctl models list --rescan'"
-        )
-    part = re.fullmatch(r"(.+)-00001-of-(\d{5})", path.stem)
-    if part is None:
-        return [path]
-    names = [f"{part.group(1)}-{at:05}-of-{part.group(2)}{path.suffix}" for at in range(1, int(part.group(2)) + 1)]
-    return [path.parent / name for name in names if (path.parent / name).is_file()]
+        click.echo(clean(detail))

@@ -56,6 +56,14 @@ class Waiting:
             click.echo(text, err=True)
             self._key, self._next_at = text, seconds + QUIET_SECONDS
 
+    def show_progress(self, text: str, step: str, seconds: float) -> None:
+        """As ``show`` on a terminal; elsewhere a line only when ``step`` is another one."""
+        if self._tty:
+            self.show(text, seconds)
+        elif step != self._key:
+            click.echo(clean(text), err=True)
+            self._key = step
+
     def done(self) -> None:
         if self._tty and self._shown:
             click.echo("\r\033[K", err=True, nl=False)

@@ -272,7 +272,7 @@ def test_rm_deletes_every_part_of_a_download(node: Node) -> None:
     node.meshctl("models", "list", "--rescan")
     wait_for(lambda: "gone" in {model["name"] for model in node.status()["models"]}, 10, "the download is known")
     done = json.loads(node.meshctl("models", "rm", "gone", "-y", "--json").stdout)
-    assert sorted(done["deleted"]) == sorted(str(path) for path in parts)
+    assert "Deleted gone" in done["detail"]
     assert not any(path.exists() for path in parts)
     wait_for(lambda: "gone" not in {model["name"] for model in node.status()["models"]}, 10, "the model is forgotten")
 

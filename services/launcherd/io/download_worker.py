@@ -18,7 +18,6 @@ import json
 import os
 import sys
 import threading
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,18 +46,26 @@ class Job:
 _events = sys.stdout
 
 
+_lock = threading.Lock()
+
+
 def tell(event: str, **fields: object) -> None:
-    _events.write(json.dumps({"event": event, **fields}) + "\n")
-    _events.flush()
+    with _lock:
+        _events.write(json.dumps({"event": event, **fields}) + "\n")
+        _events.flush()
 
 
 class Progress:
-    """Counts over all files; tells it now and then."""
+    """Counts over all files. What is new is told a few times a second, also when nothing more comes after it."""
 
     def __init__(self, files: tuple[RemoteFile, ...], there: list[int]) -> None:
         self._files = files
         self._done = there
-        self._next = 0.0
+        self._at = 0
+        self._verifying = False
+        self._news = threading.Event()
+        self._over = threading.Event()
+        self._teller = threading.Thread(target=self._tell_again_and_again, daemon=True)
 
     def total(self) -> int:
         return sum(max(0, file.size_bytes) for file in self._files)
@@ -69,16 +76,30 @@ class Progress:
     def still_needed(self) -> int:
         return self.total() - self.done()
 
-    def file(self, at: int, size_bytes: int, *, verifying: bool = False, now: bool = False) -> None:
-        self._done[at] = size_bytes
-        clock = time.monotonic()
-        if now or clock >= self._next:
-            self._next = clock + TELL_SECONDS
-            self.tell(at, verifying=verifying)
+    def file(self, at: int, size_bytes: int, *, verifying: bool = False) -> None:
+        self._done[at], self._at, self._verifying = size_bytes, at, verifying
+        self._news.set()
 
-    def tell(self, at: int, *, verifying: bool) -> None:
-        name = self._files[at].local
-        tell("progress", file=name, file_index=at + 1, bytes_done=self.done(), verifying=verifying)
+    def start(self) -> None:
+        self._teller.start()
+
+    def finish(self) -> None:
+        """Nothing more is told after this."""
+        self._over.set()
+        self._news.set()
+        self._teller.join()
+
+    def _tell_again_and_again(self) -> None:
+        while not self._over.is_set():
+            self._news.wait()
+            self._news.clear()
+            self._tell()
+            if self._over.wait(TELL_SECONDS):
+                self._tell()
+
+    def _tell(self) -> None:
+        name = self._files[self._at].local
+        tell("progress", file=name, file_index=self._at + 1, bytes_done=self.done(), verifying=self._verifying)
 
 
 def download(job: Job) -> None:
@@ -103,9 +124,13 @@ def download(job: Job) -> None:
         checkpoint=checkpoint,
     )
     folder.check_space(progress.still_needed(), now=True)
-    for at, file in enumerate(files):
-        if not folder.whole(file).exists():
-            _fetch(remote, folder, file, at, progress)
+    progress.start()
+    try:
+        for at, file in enumerate(files):
+            if not folder.whole(file).exists():
+                _fetch(remote, folder, file, at, progress)
+    finally:
+        progress.finish()
     folder.put_in_place(files)
 
 
@@ -113,9 +138,9 @@ def _fetch(remote: Any, folder: PartialFolder, file: RemoteFile, at: int, progre
     there = folder.bytes_there(file)
     writer = FileWriter(folder, file, lambda _: progress.file(at, there, verifying=True))
     try:
-        progress.file(at, writer.size_bytes, now=True)
+        progress.file(at, writer.size_bytes)
         remote.fetch(file, writer, folder, progress.still_needed, lambda: progress.file(at, writer.size_bytes))
-        progress.file(at, writer.size_bytes, verifying=True, now=True)
+        progress.file(at, writer.size_bytes, verifying=True)
         writer.finish()
     finally:
         writer.close()
