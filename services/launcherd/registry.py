@@ -142,8 +142,8 @@ class Registry:
         return _wanted(entry, request.mmproj)
 
     def _named(self, request: PullModel, labels: tuple[str, ...], on_disk: Collection[ModelName]) -> Wanted:
-        check_name(request.model)
         recipe = request.recipe or LLAMACPP
+        _check_name(request.model, request.checkpoint, recipe)
         source = parse_source(request.checkpoint)
         if recipe == LLAMACPP and not isinstance(source, HubSource | UrlSource):
             raise SourceRefused(
@@ -221,7 +221,7 @@ def read_entries(document: object) -> tuple[tuple[Entry, ...], tuple[str, ...]]:
     for item in document["models"]:
         try:
             entry = _ENTRY.validate_python(item)
-            check_name(entry.name)
+            _check_name(entry.name, entry.checkpoint, entry.recipe)
         except (ValidationError, SourceRefused) as error:
             what = item.get("name", "?") if isinstance(item, dict) else item
             why = error.errors(include_url=False)[0]["msg"] if isinstance(error, ValidationError) else error.detail
@@ -248,6 +248,14 @@ def is_local(checkpoint: str, recipe: str) -> bool:
         return isinstance(parse_source(checkpoint), PathSource | RegistryName)
     except SourceRefused:
         return True
+
+
+def _check_name(name: str, checkpoint: str, recipe: str) -> None:
+    """A model that another engine keeps may be called as that engine calls it, which may have a colon: requests for it
+    arrive with this name. Raises: SourceRefused.
+    """
+    kept_by_engine = name == checkpoint and recipe != LLAMACPP and isinstance(parse_source(checkpoint), RegistryName)
+    check_name(name.replace(":", "-") if kept_by_engine else name)
 
 
 def _labels(labels: tuple[str, ...]) -> tuple[str, ...]:

@@ -173,7 +173,7 @@ class Engine:
                 body = json.loads(request.body)
             elif b'name="file"' not in request.body or b"RIFF" not in request.body:
                 raise ValueError("no sound in the form")
-            if self.tag and body.get("model", self.tag) != self.tag:
+            if self.tag and body.get("model") != self.tag:
                 raise ValueError(f"flm serves {self.tag}")
             if path.startswith("/v1/images/") and not body.get("prompt"):
                 raise ValueError("prompt required")

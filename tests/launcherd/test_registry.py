@@ -131,6 +131,17 @@ def test_other_engines_may_have_paths_and_names_of_their_own(registry: Registry)
     assert is_local("", "flm")
 
 
+def test_a_model_that_its_engine_keeps_may_be_called_as_the_engine_calls_it(registry: Registry) -> None:
+    """flm looks at the model's name in each request, which arrives as the client sent it."""
+    wanted = resolve(registry, "gemma3:4b", checkpoint="gemma3:4b", recipe="flm")
+    assert (wanted.name, wanted.checkpoint) == ("gemma3:4b", "gemma3:4b")
+    registry.add(wanted)
+    entries, problems = read_entries(json.loads(json.dumps(registry.document())))
+    assert ([entry.name for entry in entries], problems) == (["gemma3:4b"], ())
+    for checkpoint, recipe in (("gemma3:1b", "flm"), ("me/x:Q4_0", ""), ("/models/x", "flm")):
+        assert refusal(registry, "other:4b", checkpoint=checkpoint, recipe=recipe).code == "bad_name"
+
+
 def test_types() -> None:
     assert type_of(("reasoning", "Transcription")) == "audio"
     assert type_of(()) == "llm"

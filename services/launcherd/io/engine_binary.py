@@ -13,13 +13,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata, util
 
 from services.launcherd.command_line import Engine, EngineOptions
 from shared.config import EMBEDDED_BACKEND, PATH_BACKEND, EngineSection, NodeConfig
 from shared.errors import EngineMissing
-from shared.recipes import LLAMACPP
+from shared.recipes import LLAMACPP, Recipe
 
 PROGRAM = "llama-server"
 EMBEDDED = "embedded"
@@ -42,6 +42,7 @@ class Installed:
     """The build that runs what names none; empty: there is none."""
     reason: str = ""
     """Why there is none, and how to get one."""
+    recipes: Mapping[str, Recipe] = field(default_factory=dict)
     programs: dict[str, str] = field(default_factory=dict)
     """Recipe to program, llamacpp left out."""
     missing_recipes: dict[str, str] = field(default_factory=dict)
@@ -63,6 +64,8 @@ class Installed:
             program = self.programs.get(options.recipe)
             if program is None:
                 raise EngineMissing(self.missing_recipes.get(options.recipe) or f"no recipe {options.recipe} here")
+            # It may have been removed since it was seen.
+            _recipe_program(replace(self.recipes[options.recipe], program=program), self.environ)
             return Engine(kind=options.recipe, program=(program,), version=os.path.basename(program))
         name = options.backend or self.backend
         if name not in self.builds:
@@ -104,7 +107,7 @@ def find_installed(config: NodeConfig, environ: Mapping[str, str] | None = None)
 
 def look_for_programs(config: NodeConfig, environ: Mapping[str, str]) -> Installed:
     """What is there, without running any of it."""
-    installed = Installed(environ=environ)
+    installed = Installed(environ=environ, recipes=config.recipes)
     for name in config.engine.backend_names:
         try:
             installed.builds[name] = _build_program(name, config.engine, environ)
@@ -114,12 +117,9 @@ def look_for_programs(config: NodeConfig, environ: Mapping[str, str]) -> Install
         if recipe.name == LLAMACPP:
             continue
         try:
-            installed.programs[recipe.name] = _program(recipe.program, environ, f"program of the recipe {recipe.name}")
+            installed.programs[recipe.name] = _recipe_program(recipe, environ)
         except EngineMissing as error:
-            how = f"; install it: {recipe.how_to_get}" if recipe.how_to_get else ""
-            installed.missing_recipes[recipe.name] = (
-                f'{error.detail}{how}; or name it in mesh.toml: [recipes.{recipe.name}] program = "/path/to/it"'
-            )
+            installed.missing_recipes[recipe.name] = error.detail
     installed.seen = frozenset({*installed.builds.items(), *installed.programs.items()})
     return installed
 
@@ -137,6 +137,17 @@ def _build_program(name: str, section: EngineSection, environ: Mapping[str, str]
     if installed is None:
         raise EngineMissing(f"no {PROGRAM} is on the PATH: {HOW_TO_GET_IT}")
     return os.path.abspath(installed)
+
+
+def _recipe_program(recipe: Recipe, environ: Mapping[str, str]) -> str:
+    """Raises: EngineMissing with how to get it."""
+    try:
+        return _program(recipe.program, environ, f"program of the recipe {recipe.name}")
+    except EngineMissing as error:
+        how = f"; install it: {recipe.how_to_get}" if recipe.how_to_get else ""
+        raise EngineMissing(
+            f'{error.detail}{how}; or name it in mesh.toml: [recipes.{recipe.name}] program = "/path/to/it"'
+        ) from None
 
 
 def _program(given: str, environ: Mapping[str, str], what: str, how: str = "") -> str:
