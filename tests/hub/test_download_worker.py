@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from services.launcherd.io import download_worker
+from services.launcherd.io.download_worker import Job
 from shared.paths import REPOSITORY
 from tests.hub.conftest import BIG_BYTES, REPO, bytes_of
 from tests.hub.fake_hub import FakeHub
@@ -101,8 +103,16 @@ class Desk:
         self.running.append(worker)
         return worker
 
-    def run(self, *words: str, **options: Any) -> dict[str, Any]:
-        return self.start(*words, **options).last()
+    def run(
+        self, checkpoint: str = f"{REPO}:Q4_0", *, recipe: str = "llamacpp", mmproj: str = "", stall: float = 10.0
+    ) -> dict[str, Any]:
+        """The same in this process: its last word. Importing the client takes longer than a small download."""
+        events: list[dict[str, Any]] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("HF_ENDPOINT", self.hub.endpoint)
+            patch.setattr(download_worker, "tell", lambda event, **fields: events.append({"event": event, **fields}))
+            download_worker.run(Job("model", checkpoint, recipe, mmproj, str(self.folder), stall))
+        return events[-1]
 
     def model(self, file: str = "model.gguf") -> bytes | None:
         path = self.folder / "model" / file
@@ -315,15 +325,17 @@ def test_status_codes(desk: Desk, hub: FakeHub, where: Any, status: int, code: s
     assert desk.visible() == []
 
 
-def test_private_and_gated_repositories(desk: Desk, hub: FakeHub) -> None:
+def test_private_and_gated_repositories(desk: Desk, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.private[REPO] = "hf_right"
-    failed = desk.run(HF_TOKEN="hf_wrong")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    failed = desk.run()
     assert failed["code"] == "not_authorised"
     assert "HF_TOKEN" in failed["detail"]
     assert "hf_wrong" not in failed["detail"]
-    assert desk.run(HF_TOKEN="hf_right") == {"event": "done"}
+    monkeypatch.setenv("HF_TOKEN", "hf_right")
+    assert desk.run() == {"event": "done"}
     hub.gated.add(REPO)
-    failed = desk.run(f"{REPO}:Q8_0", HF_TOKEN="hf_right")
+    failed = desk.run(f"{REPO}:Q8_0")
     assert failed["code"] == "not_authorised"
     assert "terms" in failed["detail"]
 
@@ -344,22 +356,22 @@ def test_what_is_not_there(desk: Desk, checkpoint: str, code: str) -> None:
 
 
 def test_no_network_at_all_is_transient(desk: Desk) -> None:
-    failed = desk.run(HF_ENDPOINT="http://127.0.0.1:1")
+    failed = desk.start(HF_ENDPOINT="http://127.0.0.1:1").last()
     assert (failed["code"], failed["transient"]) == ("network", True)
 
 
 def test_offline_is_said_at_once_and_nobody_is_asked(desk: Desk, hub: FakeHub) -> None:
     """Offline, nothing is fetched and that is said at once." """
-    failed = desk.run(HF_HUB_OFFLINE="1")
+    failed = desk.start(HF_HUB_OFFLINE="1").last()
     assert (failed["code"], failed["transient"]) == ("offline", False)
     assert "HF_HUB_OFFLINE" in failed["detail"]
-    assert desk.run(f"{hub.content}/files/x.gguf", HF_HUB_OFFLINE="1")["code"] == "offline"
+    assert desk.start(f"{hub.content}/files/x.gguf", HF_HUB_OFFLINE="1").last()["code"] == "offline"
     assert hub.asked == []
 
 
 def test_a_disk_that_becomes_full(desk: Desk, hub: FakeHub) -> None:
     """A full disk ends it with the numbers; what is there is kept." RLIMIT_FSIZE makes write(2) itself fail."""
-    failed = desk.run(file_limit=131_072)
+    failed = desk.start(file_limit=131_072).last()
     assert (failed["code"], failed["transient"]) == ("disk_full", False)
     assert desk.visible() == []
     assert desk.partial_bytes() == 131_072
@@ -391,12 +403,13 @@ def test_small_files_in_git_are_verified_too(desk: Desk, hub: FakeHub) -> None:
     assert desk.visible() == ["model/config.json", "model/sub/model.onnx"]
 
 
-def test_files_from_any_web_server(desk: Desk, hub: FakeHub) -> None:
+def test_files_from_any_web_server(desk: Desk, hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.plain["Some Model.gguf"] = bytes_of("plain")
     url = f"{hub.content}/files/Some%20Model.gguf"
     hub.fault("cut", at=100_000)
     assert desk.run(url)["code"] == "network"
-    assert desk.run(url, HF_TOKEN="hf_secret") == {"event": "done"}
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert desk.run(url) == {"event": "done"}
     assert desk.model() == hub.plain["Some Model.gguf"]
     assert hub.ranges("Some Model.gguf") == ["", "bytes=100000-"]
     assert not any("authorization" in asked.headers for asked in hub.asked if asked.server == "content")

@@ -47,11 +47,12 @@ _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+|\*)")
 class Remote:
     """One request's view of the world. `stall_seconds`: so long may a server say nothing."""
 
-    def __init__(self, stall_seconds: float) -> None:
+    def __init__(self, stall_seconds: float, endpoint: str | None = None) -> None:
+        """`endpoint` is the hub's; None: as `HF_ENDPOINT` says."""
         self.timeout = httpx2.Timeout(stall_seconds, connect=min(CONNECT_SECONDS, stall_seconds))
         self._stall = stall_seconds
         self._headers = build_hf_headers(library_name="meshd", library_version=VERSION)
-        self._api = HfApi(library_name="meshd", library_version=VERSION)
+        self._api = HfApi(endpoint=endpoint, library_name="meshd", library_version=VERSION)
 
     def plan(
         self, source: HubSource | UrlSource, name: str, recipe: str, mmproj: str
@@ -74,7 +75,8 @@ class Remote:
         for item in chosen:
             known = siblings[item.remote]
             # The commit pins the version: a push in the middle changes nothing for this download.
-            url = hf_hub_url(source.repo, item.remote, revision=info.sha or source.revision or None)
+            revision = info.sha or source.revision or None
+            url = hf_hub_url(source.repo, item.remote, revision=revision, endpoint=self._api.endpoint)
             sha256 = known.lfs.sha256 if known.lfs else ""
             size = known.lfs.size if known.lfs else known.size
             if sha256 and size is not None:

@@ -110,7 +110,7 @@ def download(job: Job) -> None:
     source = parse_source(job.checkpoint)
     if not isinstance(source, HubSource | UrlSource):
         raise SourceRefused("bad_source", f"{job.checkpoint!r} is nothing that could be fetched")
-    remote = Remote(job.stall_seconds)
+    remote = Remote(job.stall_seconds, os.environ.get("HF_ENDPOINT") or None)
     checkpoint, files = remote.plan(source, job.name, job.recipe, job.mmproj)
     folder = PartialFolder(Path(job.folder), job.name)
     folder.lock()
@@ -159,6 +159,11 @@ def main() -> None:
     os.environ.update(dict.fromkeys(SETTINGS, "1"))
     job = Job(**json.loads(sys.stdin.readline()))
     threading.Thread(target=end_with_stdin, daemon=True).start()
+    run(job)
+
+
+def run(job: Job) -> None:
+    """Tells how it ends, whatever happens."""
     try:
         download(job)
     except DownloadError as error:
