@@ -31,15 +31,25 @@ class LoadQueue:
         self._blocked: list[SlotId] = []
 
     def drop_unwanted(self) -> None:
-        """Queued loads that only a request or an assignment wanted, after that went away."""
+        """Queued loads that only a request or an assignment wanted, after that went away.
+
+        An assignment that followed from a request goes with it: else a client that asked once and left would have its
+        model loaded later, and another one unloaded for it.
+        """
         book = self._book
         for slot in [book.slots[slot_id] for slot_id in book.queue]:
-            if slot.asked or slot.restarts or book.leases.waiting(slot.name):
+            waiting = book.leases.waiting(slot.name) > 0
+            slot.awaited = slot.awaited or waiting
+            if slot.asked or slot.restarts or waiting:
                 continue
-            if slot.name in book.placement.assignments and not book.placement.declined(slot.name, book.now):
-                slot.placed = True
-            else:
+            wish = book.placement.assignments.get(slot.name)
+            if wish is None or book.placement.declined(slot.name, book.now):
                 book.drop(slot, "nobody waits for it any more", "dropped")
+            elif wish.origin == "request" and slot.awaited:
+                book.placement.decline(slot.name, "nobody waits for it any more", book.now)
+                book.drop(slot, "nobody waits for it any more", "dropped")
+            else:
+                slot.placed = True
 
     def load_assigned(self) -> None:
         """A queued slot for each assigned model that has none and is not declined."""
@@ -75,7 +85,8 @@ class LoadQueue:
             except OptionRefused as error:
                 self._refuse_line(name, error.code, error.detail)
                 continue
-            book.enqueue(model, options, "request", first.order, "a request asked for it")
+            slot = book.enqueue(model, options, "request", first.order, "a request asked for it")
+            slot.awaited = True
 
     def _refuse_line(self, name: ModelName, code: str, detail: str) -> None:
         for waiter in list(self._book.leases.line(name)):

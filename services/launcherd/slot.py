@@ -50,6 +50,8 @@ class Slot:
     """Only an assignment wants it."""
     asked: bool = False
     """Somebody asked for the load itself, not only for a request to be served."""
+    awaited: bool = False
+    """A request has waited for it."""
     attempt: int = 0
     """1: its first load failed."""
     restarts: int = 0

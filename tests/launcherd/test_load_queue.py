@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from shared.config import EngineSection, ModelsSection, NodeConfig
 from shared.errors import OptionRefused
 from shared.ids import ModelName
+from shared.messages.models import LoadOrigin
 from tests.launcherd.restarting_world import RestartingWorld
 from tests.launcherd.table import DEFAULT_MODELS, GIB, World, config
 
@@ -55,6 +58,47 @@ def test_a_model_that_goes_because_it_is_unused_is_kept_for_a_request() -> None:
     world.give_back(slot_id, "h1")
     assert world.granted(request)
     assert not world.stop_order
+
+
+@pytest.mark.parametrize("assigned_first", [True, False])
+def test_the_assignment_that_follows_from_a_request_goes_with_it(assigned_first: bool) -> None:
+    """18. A load that nobody waits for any more is dropped from the queue, and the assignment it led to with it."""
+    world = World()
+    world.bring_up("a")
+    world.acquire("a")
+    if assigned_first:
+        world.assign(("b", "request"))
+        request = world.acquire("b")
+    else:
+        request = world.acquire("b")
+        world.assign(("b", "request"))
+    world.withdraw(request)
+    assert (world.state("b"), world.slot("b").ended_by) == ("unloaded", "dropped")
+    assert world.state("a") == "ready"
+    world.live_for(120)
+    assert (world.state("a"), world.state("b")) == ("ready", "unloaded")
+    again = world.acquire("b")
+    world.give_back(world.running_id("a"))
+    world.stopped("a")
+    world.ready("b")
+    assert world.granted(again), "asked for again, it comes as ever"
+
+
+@pytest.mark.parametrize("origin", ["flag", "allocation"])
+def test_what_belongs_here_anyway_stays_queued_after_its_request_went(origin: LoadOrigin) -> None:
+    world = World()
+    world.bring_up("a")
+    world.acquire("a")
+    world.assign(("b", origin))
+    world.withdraw(world.acquire("b"))
+    assert world.state("b") == "queued"
+
+
+def test_what_another_node_asks_for_is_loaded_before_its_request_arrives() -> None:
+    world = World()
+    world.assign(("b", "request"))
+    world.ready("b")
+    assert world.state("b") == "ready"
 
 
 def test_a_load_that_is_refused_lets_the_next_one_pass() -> None:

@@ -138,7 +138,7 @@ def test_a_queued_load_that_is_assigned_stays_without_its_request() -> None:
     world.acquire("a")
     waiting = world.acquire("b")
     queued = world.slot("b").slot_id
-    world.assign(("b", "request"))
+    world.assign(("b", "allocation"))
     world.withdraw(waiting)
     assert (world.slot("b").slot_id, world.slot("b").state) == (queued, "queued")
     world.live_for(61)
