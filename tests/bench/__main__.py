@@ -10,7 +10,7 @@ from types import FrameType
 
 import click
 
-from tests.bench import node, proxy, tunnel
+from tests.bench import node, proxy, slots, tunnel
 from tests.bench.children import BenchError
 from tests.bench.figures import Figure, as_json, lines
 from tests.bench.lineup import SYSTEMS
@@ -26,12 +26,14 @@ DESCRIPTIONS = {
     "node.start": "from supervisord's start to the first answer",
     "node.idle": "memory and processor time of an idle node",
     "node.restart": "the longest wait of a request while proxyd restarts under load",
+    "slots": "everything below that begins with slots; about a minute",
+    "slots.wait": "how fast all else answers while a load waits behind a generation of 60 s",
     "tunnel": "everything below that begins with tunnel; about a minute",
     "tunnel.transports": "bulk and round trips between nodes, against plain TCP and TLS without us",
     "tunnel.chat": "what a second node adds to a chat",
 }
 BUSY_LOAD = 0.3
-PARTS = {"proxy": proxy.PARTS, "node": node.PARTS, "tunnel": tunnel.PARTS}
+PARTS = {"proxy": proxy.PARTS, "node": node.PARTS, "slots": slots.PARTS, "tunnel": tunnel.PARTS}
 
 
 def parts_of(names: Sequence[str]) -> dict[str, list[str]]:
@@ -101,6 +103,8 @@ def main(names: tuple[str, ...], want_json: bool, systems: str | None, rounds: i
             figures += proxy.run(proxy.Plan(parts=parts["proxy"], systems=compared, rounds=rounds), _say)
         if parts["node"]:
             figures += node.run(parts["node"], _say)
+        if parts["slots"]:
+            figures += slots.run(parts["slots"], _say)
         if parts["tunnel"]:
             figures += tunnel.run(parts["tunnel"], rounds, _say)
     except BenchError as error:
