@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import field
 from typing import Literal
 
@@ -88,9 +87,9 @@ class DeviceChanged:
     """Why no engine can be used and how to get one; empty when there is one."""
     npus: tuple[str, ...] = ()
     """Names of this machine's NPUs, as far as the kernel knows them."""
-    backends: Mapping[str, str] = field(default_factory=dict)
+    backends: dict[str, str] = field(default_factory=dict)
     """Builds of llama.cpp that a load may name: name -> why it cannot be used and how to get it; empty: it can."""
-    recipes: Mapping[str, str] = field(default_factory=dict)
+    recipes: dict[str, str] = field(default_factory=dict)
     """The same for recipes other than llamacpp."""
 
 

@@ -43,7 +43,7 @@ def test_a_bare_req_is_answered(node_paths: NodePaths, bare: Bare) -> None:
     async def scene() -> None:
         async with daemon(node_paths) as one:
             one.say("qwen")
-            assert await bare.ask("RescanModels", request_id="r1") == ["r1", "Done", {"detail": "answer 1"}]
+            assert await bare.ask("RescanModels", request_id="r1") == ["r1", "Done", {"detail": "answer 1", "subject": ""}]
             tag, fields = (await bare.ask("GetDaemonInfo"))[1:]
             assert tag == "DaemonInfo"
             assert (fields["name"], fields["state"]) == (NAME, "1 words")
@@ -170,9 +170,9 @@ def test_a_repeated_request_is_handled_once(node_paths: NodePaths, bare: Bare) -
             again = await bare.ask("RescanModels", request_id="same", socket=req)
             other = await bare.ask("RescanModels", request_id="other", socket=req)
             stranger = await bare.ask("RescanModels", request_id="same", socket=bare.req())
-            assert first == again == ["same", "Done", {"detail": "answer 1"}]
-            assert other[2] == {"detail": "answer 2"}
-            assert stranger[2] == {"detail": "answer 3"}, "an id belongs to its connection"
+            assert first == again == ["same", "Done", {"detail": "answer 1", "subject": ""}]
+            assert other[2] == {"detail": "answer 2", "subject": ""}
+            assert stranger[2] == {"detail": "answer 3", "subject": ""}, "an id belongs to its connection"
             assert len(one.state.asked) == 3
 
     run_async(scene())
@@ -319,7 +319,7 @@ def test_malformed_requests_are_refused_and_counted_and_the_server_goes_on(
                 _, tag, fields = msgpack.unpackb(await asyncio.to_thread(req.recv))
                 assert (tag, fields["code"]) == ("Refused", "schema"), what
                 assert one.server.counters["schema_errors"] == count, what
-            assert await bare.ask("RescanModels") == ["r", "Done", {"detail": "answer 1"}]
+            assert await bare.ask("RescanModels") == ["r", "Done", {"detail": "answer 1", "subject": ""}]
             assert len(one.state.asked) == 1
 
     run_async(scene())
