@@ -133,6 +133,7 @@ def build_command(
     host: str = "127.0.0.1",
     recipe: Recipe = BUILTIN_RECIPES[LLAMACPP],
     checkpoint: str = "",
+    projector: str = "",
 ) -> EngineCommand:
     """The command that serves `model` with resolved `options` on `host:port`; `mark` is the record's path.
 
@@ -142,7 +143,8 @@ def build_command(
     if model.type not in recipe.types:
         raise OptionRefused(f"the recipe {recipe.name} serves no models of type {model.type}")
     if recipe.name == LLAMACPP:
-        arguments = (*_llamacpp_arguments(engine, model, options, host, port), *options.extra_args)
+        seeing = _if_known(engine, "--mmproj", projector) if projector else []
+        arguments = (*_llamacpp_arguments(engine, model, options, host, port), *seeing, *options.extra_args)
     else:
         values = {
             "model": model.path,

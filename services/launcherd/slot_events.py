@@ -54,6 +54,8 @@ class KnownModel:
     labels: tuple[str, ...] = ()
     checkpoint: str = ""
     """Where it came from, as the registry knows; empty for a file that somebody put there."""
+    projector: str = ""
+    """The file with which it sees or hears: `mmproj-NAME.gguf` beside it."""
 
     @property
     def name(self) -> ModelName:

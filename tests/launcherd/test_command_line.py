@@ -231,3 +231,13 @@ def test_the_build_is_part_of_the_fingerprint() -> None:
     """docs/spec/options.md 4: equal resolved options, the build among them."""
     options = resolve_options(EngineOptions(backend="path"), MODEL, cores=8)
     assert fingerprint(ENGINE, MODEL, options) != fingerprint(ENGINE, MODEL, replace(options, backend="cpu"))
+
+
+def test_a_projector_is_handed_to_builds_that_take_one() -> None:
+    """docs/spec/recipes.md 16: `mmproj-NAME.gguf` beside a model is its projector."""
+    options = resolve_options(EngineOptions(), MODEL, cores=8)
+    given: dict[str, Any] = {"port": 1, "api_key": "k", "environ": {}, "mark": "m", "projector": "/m/mmproj-x.gguf"}
+    assert flag(build_command(ENGINE, MODEL, options, **given).argv, "--mmproj") == "/m/mmproj-x.gguf"
+    old = replace(ENGINE, flags=frozenset({"--port"}))
+    assert "--mmproj" not in build_command(old, MODEL, options, **given).argv
+    assert "--mmproj" not in command().argv

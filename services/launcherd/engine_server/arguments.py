@@ -75,6 +75,7 @@ _NUMBERS: Mapping[str, tuple[str, ...]] = {
 }
 _TEXTS: Mapping[str, str] = {
     "-m --model": "model.path",
+    "-mm --mmproj": "mmproj.path",
     "-a --alias": "model_alias",
     "--chat-template": "chat_template",
     "--slot-save-path": "slot_save_path",

@@ -140,6 +140,7 @@ class EngineCrew:
                 on_progress=tell,
                 recipe=recipe,
                 checkpoint=effect.model.checkpoint,
+                projector=effect.model.projector,
             )
         except LoadFailed as error:
             self._post(EngineFailed(slot_id=slot_id, code=error.code, detail=error.detail))

@@ -32,6 +32,7 @@ async def launch_engine(
     on_progress: OnProgress | None = None,
     recipe: Recipe = BUILTIN_RECIPES[LLAMACPP],
     checkpoint: str = "",
+    projector: str = "",
 ) -> tuple[EngineProcess, EngineRecord]:
     """A ready engine with `resolve_options` options, and its record, which is on disk.
 
@@ -49,6 +50,7 @@ async def launch_engine(
             mark=str(records.path(engine_id)),
             recipe=recipe,
             checkpoint=checkpoint,
+            projector=projector,
         )
         record = EngineRecord(
             engine_id=engine_id,

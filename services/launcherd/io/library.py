@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -79,19 +79,21 @@ class Library:
         others = await asyncio.to_thread(other_models, self._registry.entries(), self._paths.downloads)
         # What another engine runs is no model of llama.cpp's, nor a broken one, even if a file of it ends in .gguf.
         theirs = tuple(f"{self._paths.downloads / entry.name}{os.sep}" for entry, _ in others)
-        models = [self._known(file, files.known_hash(file)) for file in result.models if not _below(file.path, theirs)]
+        beside = {item.path for item in result.skipped if os.path.basename(item.path).startswith("mmproj-")}
+        models = [
+            self._known(file, files.known_hash(file), beside) for file in result.models if not _below(file.path, theirs)
+        ]
         names = {model.name for model in models}
         models += [
             KnownModel(file=file, recipe=entry.recipe, labels=entry.labels, checkpoint=entry.checkpoint)
             for entry, file in others
             if entry.name not in names
         ]
-        projectors = f"{self._paths.downloads}{os.sep}"
+        used = {model.projector for model in models}
         skipped = tuple(
             SkippedFile(path=item.path, reason=item.reason)
             for item in result.skipped
-            if not _below(item.path, theirs)
-            and not (item.path.startswith(projectors) and os.path.basename(item.path).startswith("mmproj-"))
+            if not _below(item.path, theirs) and item.path not in used
         )
         found = InventoryScanned(models=tuple(sorted(models, key=lambda model: model.name)), skipped=skipped)
         self._stamp = stamp
@@ -102,12 +104,14 @@ class Library:
         self._scanned.set()
         return found
 
-    def _known(self, file: ModelFile, file_hash: str) -> KnownModel:
-        """With what the registry knows of it, if meshd downloaded it."""
+    def _known(self, file: ModelFile, file_hash: str, beside: Collection[str]) -> KnownModel:
+        """With what the registry knows of it, if meshd downloaded it; `beside` are the projectors that were found."""
+        projector = os.path.join(os.path.dirname(file.path), f"mmproj-{file.name}.gguf")
+        projector = projector if projector in beside else ""
         builtin = file.path.startswith(f"{self._paths.guide_folder}{os.sep}")
         entry = self._registry.find(file.name) if file.path.startswith(f"{self._paths.downloads}{os.sep}") else None
         if entry is None or entry.name != file.name:
-            return KnownModel(file=file, file_hash=file_hash, builtin=builtin)
+            return KnownModel(file=file, file_hash=file_hash, builtin=builtin, projector=projector)
         if entry.type != "llm":
             # Conversions of embedding and reranking models do not always say in their header that they are one.
             file = replace(file, type=entry.type)
@@ -118,6 +122,7 @@ class Library:
             recipe=entry.recipe,
             labels=entry.labels,
             checkpoint=entry.checkpoint,
+            projector=projector,
         )
 
     async def watch(self) -> None:

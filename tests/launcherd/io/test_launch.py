@@ -203,3 +203,27 @@ def test_a_crash_that_happens_twice_then_not(
         await process.stop()
 
     run(go())
+
+
+def test_the_embedded_engine_reads_the_projector(
+    run: Run, tmp_path: Path, tiny: dict[str, ModelFile], small_options: EngineOptions, records: EngineRecords,
+    embedded: Engine,
+) -> None:  # fmt: skip
+    """docs/spec/recipes.md 16. A file that is none is a failed load, not a model that cannot see."""
+    broken = tmp_path / "mmproj-tiny-llm.gguf"
+    broken.write_bytes(b"no projector")
+    with pytest.raises(LoadFailed):
+        run(
+            launch_engine(
+                embedded,
+                tiny["tiny-llm"],
+                small_options,
+                engine_id="one",
+                records=records,
+                log_path=tmp_path / "one.log",
+                environ=os.environ,
+                ready_timeout_seconds=20,
+                projector=str(broken),
+            )
+        )
+    assert "mmproj" in (tmp_path / "one.log").read_text()

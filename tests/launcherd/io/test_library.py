@@ -49,6 +49,20 @@ def test_the_guide_is_builtin_and_the_owners_models_are_not(run: Run, node_paths
     run(work())
 
 
+def test_a_projector_belongs_to_the_model_it_is_named_after(run: Run, node_paths: NodePaths, folder: Path) -> None:
+    """docs/spec/recipes.md 16: `mmproj-NAME.gguf` beside a model is its projector."""
+    for name in ("mmproj-one.gguf", "mmproj-other.gguf"):
+        (folder / name).write_bytes(b"GGUF")
+
+    async def work() -> None:
+        found = await Library(node_paths, node(folder), lambda found: None).scan()
+        one = next(model for model in found.models if model.name == "one")
+        assert one.projector == str(folder / "mmproj-one.gguf")
+        assert [os.path.basename(item.path) for item in found.skipped] == ["mmproj-other.gguf"]
+
+    run(work())
+
+
 def test_only_news_is_told(run: Run, node_paths: NodePaths, folder: Path) -> None:
     async def work() -> None:
         told: list[InventoryScanned] = []
