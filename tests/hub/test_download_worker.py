@@ -18,11 +18,12 @@ from typing import Any
 
 import pytest
 
-from services.launcherd.io import download_worker
+from services.launcherd.io import download_files, download_worker
+from services.launcherd.io.download_files import DownloadError, PartialFolder, RemoteFile
 from services.launcherd.io.download_worker import Job
 from shared.paths import REPOSITORY
 from tests.hub.conftest import BIG_BYTES, REPO, bytes_of
-from tests.hub.fake_hub import FakeHub
+from tests.hub.fake_hub import FakeHub, sha256
 from tests.waiting import wait_until
 
 FILE = "Tiny-Q4_0.gguf"
@@ -197,6 +198,32 @@ def test_a_kill_in_the_middle_is_gone_on_with(desk: Desk, hub: FakeHub) -> None:
     assert desk.model() == hub.repos[REPO][FILE]
     assert hub.ranges(FILE)[-1] == "bytes=200000-"
     assert hub.sent[FILE] == BIG_BYTES
+
+
+def test_killed_while_it_was_put_in_place(desk: Desk, hub: FakeHub) -> None:
+    """What is verified is not fetched again, however far it had come."""
+    content = {name: bytes_of(name, 5_000) for name in ("a-Q4_0-00001-of-00002.gguf", "a-Q4_0-00002-of-00002.gguf")}
+    hub.repos["tiny/a"] = content
+    files = [
+        RemoteFile(url="", remote=name, local=f"model{name[6:]}", size_bytes=5_000, key=sum, sha256=sum)
+        for name, sum in ((name, sha256(body)) for name, body in content.items())
+    ]
+    folder = PartialFolder(desk.folder, "model")
+    for file in files:
+        folder.whole(file).write_bytes(content[file.remote])
+
+    def killed(_: Path) -> None:
+        raise OSError("killed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        # The last step fails: everything but the last rename is done.
+        patch.setattr(download_files, "_sync", killed)
+        with pytest.raises(DownloadError):
+            folder.put_in_place(files)
+    assert desk.visible() == []
+    assert desk.run("tiny/a:Q4_0") == {"event": "done"}
+    assert len(desk.visible()) == 2
+    assert hub.sent == {}
 
 
 def test_it_ends_when_launcherd_does(desk: Desk, hub: FakeHub) -> None:

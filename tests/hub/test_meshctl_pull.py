@@ -108,6 +108,7 @@ def test_load_of_a_name_that_is_not_here_pulls_it_first(node: HubNode) -> None:
     node.meshctl("models", "rm", "Qwen3-0.6B", "-y")
 
 
+@pytest.mark.slow
 def test_rm_deletes_and_forgets(node: HubNode) -> None:
     node.meshctl("pull", f"{REPO}:Q8_0")
     node.meshctl("load", "Real-Q8_0")
