@@ -28,6 +28,8 @@ from typing import Any, Literal
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
+LOCAL_CHECK_SECONDS = 0.005
+"""So soon a client on this machine that is gone is noticed; by then its process has let go of its end."""
 FIRST_CHECK_SECONDS = 0.1
 CHECK_SECONDS = 0.3
 TABLE_SECONDS = 0.05
@@ -137,10 +139,11 @@ class InferenceProtocol(HttpToolsProtocol):
         if newest is None or newest.response_complete or newest.more_body:
             return None
         newest.keep_alive = False
-        self._check = self.loop.call_later(FIRST_CHECK_SECONDS, self._check_client)
+        self._check = self.loop.call_later(LOCAL_CHECK_SECONDS, self._check_client, True)
         return True
 
-    def _check_client(self) -> None:
+    def _check_client(self, first: bool = False) -> None:
+        """`first`: only the kernel's table is asked; most half-closed clients have their answer before the next."""
         self._check = None
         if self.transport.is_closing() or self.cycle is None or self.cycle.response_complete:
             return
@@ -149,9 +152,9 @@ class InferenceProtocol(HttpToolsProtocol):
             self.transport.abort()
             return
         serving = self._serving
-        if presence == "unknown" and serving is not None and not serving.response_started:
+        if presence == "unknown" and not first and serving is not None and not serving.response_started:
             self.transport.write(INTERIM)
-        self._check = self.loop.call_later(CHECK_SECONDS, self._check_client)
+        self._check = self.loop.call_later(FIRST_CHECK_SECONDS if first else CHECK_SECONDS, self._check_client)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._check is not None:
