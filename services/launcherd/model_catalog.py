@@ -25,8 +25,8 @@ class Entry:
     user: bool = False
 
 
-def _model(name: str, checkpoint: str, *labels: str, type: ModelType = "llm") -> Entry:
-    return Entry(name=ModelName(name), checkpoint=checkpoint, type=type, labels=labels)
+def _model(name: str, checkpoint: str, *labels: str, type: ModelType = "llm", mmproj: str = "") -> Entry:
+    return Entry(name=ModelName(name), checkpoint=checkpoint, type=type, labels=labels, mmproj=mmproj)
 
 
 CATALOG: tuple[Entry, ...] = (
@@ -34,7 +34,7 @@ CATALOG: tuple[Entry, ...] = (
     _model("Qwen3-0.6B", "Qwen/Qwen3-0.6B-GGUF:Q8_0", "reasoning", "tool-calling"),
     _model("Llama-3.2-1B-Instruct", "bartowski/Llama-3.2-1B-Instruct-GGUF:Q4_K_M", "tool-calling"),
     _model("SmolLM3-3B", "ggml-org/SmolLM3-3B-GGUF:Q4_K_M", "reasoning", "tool-calling"),
-    _model("gemma-3-4b-it", "ggml-org/gemma-3-4b-it-GGUF:Q4_K_M"),
+    _model("gemma-3-4b-it", "ggml-org/gemma-3-4b-it-GGUF:Q4_K_M", "vision", mmproj="mmproj-model-f16.gguf"),
     _model("Qwen3-4B", "Qwen/Qwen3-4B-GGUF:Q4_K_M", "reasoning", "tool-calling"),
     _model("Qwen2.5-Coder-7B-Instruct", "Qwen/Qwen2.5-Coder-7B-Instruct-GGUF:Q4_K_M", "coding"),
     _model("Llama-3.1-8B-Instruct", "bartowski/Meta-Llama-3.1-8B-Instruct-GGUF:Q4_K_M", "tool-calling"),

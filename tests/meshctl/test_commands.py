@@ -65,7 +65,7 @@ def test_the_help_lists_every_verb_and_none_that_does_not_work_yet() -> None:
     shown = {line.split()[0] for line in text.partition("Commands:")[2].splitlines() if line.strip()}
     expected = "up down status ps restart logs models load unload chat run doctor why story keys config version"
     mesh = "init invite join leave drain whoami peers"
-    many = "pin unpin"
+    many = "pull pin unpin"
     assert shown == {*expected.split(), *mesh.split(), *many.split(), "completion"}
 
 
