@@ -121,7 +121,8 @@ class Desk:
 
     def visible(self) -> list[str]:
         """What a scan of the folder could find."""
-        return sorted(str(path.relative_to(self.folder)) for path in self.folder.glob("[!.]*/**/*") if path.is_file())
+        found = self.folder.glob("[!.]*/**/[!.]*")
+        return sorted(str(path.relative_to(self.folder)) for path in found if path.is_file())
 
     def partial_bytes(self) -> int:
         return sum(path.stat().st_size for path in (self.folder / ".partial").glob("model/*.part"))
@@ -224,6 +225,20 @@ def test_killed_while_it_was_put_in_place(desk: Desk, hub: FakeHub) -> None:
     assert desk.run("tiny/a:Q4_0") == {"event": "done"}
     assert len(desk.visible()) == 2
     assert hub.sent == {}
+
+
+def test_what_is_in_place_already_is_not_fetched_again(desk: Desk, hub: FakeHub) -> None:
+    """launcherd was killed before it heard that it was done."""
+    assert desk.run() == {"event": "done"}
+    assert desk.run() == {"event": "done"}
+    assert hub.sent[FILE] == BIG_BYTES
+    assert not (desk.folder / ".partial" / "model").exists()
+    hub.repos[REPO][FILE] = bytes_of("new")
+    assert desk.run() == {"event": "done"}
+    assert desk.model() == hub.repos[REPO][FILE]
+    (desk.folder / "model" / "model.gguf").unlink()
+    assert desk.run() == {"event": "done"}
+    assert desk.model() == hub.repos[REPO][FILE]
 
 
 def test_it_ends_when_launcherd_does(desk: Desk, hub: FakeHub) -> None:

@@ -113,7 +113,7 @@ def test_a_name_labels_and_parts(node: LauncherNode, hub: FakeHub) -> None:
     assert reply.subject == "mine"
     known = models(node)["mine"]
     assert (known.type, known.labels, known.checkpoint) == ("embedding", ("embeddings",), f"{REPO}:F16")
-    assert len(list((node.home / "models" / "mine").iterdir())) == 3
+    assert len(list((node.home / "models" / "mine").glob("*.gguf"))) == 3
     node.restart_after_kill()
     wait_until(lambda: "mine" in models(node), 10, "the model is there again")
     assert models(node)["mine"].labels == ("embeddings",)
@@ -140,6 +140,20 @@ def test_launcherd_killed_in_the_middle_goes_on_where_it_was(node: LauncherNode,
     assert registered(node, "Real-Q8_0").user
     wait_until(lambda: download(node) is None, 5, "nothing is being downloaded")
     assert json.loads((node.home / "state" / "downloads.json").read_text()) == []
+
+
+def test_launcherd_killed_before_it_heard_of_the_end(node: LauncherNode, hub: FakeHub) -> None:
+    """The model is in place, and nobody has registered it."""
+    reply = pull(node, "mine", checkpoint=f"{REPO}:Q8_0", labels=("vision",))
+    assert node.daemon is not None
+    node.daemon.kill()
+    pending = [{"name": "mine", "checkpoint": f"{REPO}:Q8_0", "labels": ["vision"], "register": True}]
+    (node.home / "state" / "downloads.json").write_text(json.dumps(pending))
+    (node.home / "state" / "registry.json").unlink()
+    node.start(HF_ENDPOINT=hub.endpoint)
+    wait_until(lambda: registered(node, reply.subject) is not None, 20, "it is registered")
+    assert models(node)["mine"].labels == ("vision",)
+    assert hub.sent["Real-Q8_0.gguf"] == len(hub.repos[REPO]["Real-Q8_0.gguf"])
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@
     models/.partial/NAME/KEY.part           what has come of a file; KEY is its checksum, so another version never
     models/.partial/NAME/KEY.whole          mixes in; verified, complete
     models/.partial/NAME/ready-PLAN/FILE…   every file under its own name
-    models/NAME/FILE…                       the model: `ready`, renamed in one step
+    models/NAME/FILE…                       the model: `ready-PLAN`, renamed in one step
+    models/NAME/.download.json              which version of each file that is
 
 Blocking; only the download process works here. Source: docs/spec/downloads.md 40-49; TRAPS 43.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import time
@@ -27,6 +29,7 @@ from shared.words import size_words
 
 PARTIAL = ".partial"
 READY = "ready-"
+MARK = ".download.json"
 SPACE_MARGIN_BYTES = 64 * 1024 * 1024
 """Left free on the disk, for everything else that has to be written."""
 SPACE_CHECK_SECONDS = 2.0
@@ -131,6 +134,18 @@ class PartialFolder:
                 "delete something ('meshctl models rm NAME') and pull it again: what is there is kept",
             )
 
+    def in_place(self, files: Sequence[RemoteFile]) -> bool:
+        """Whether an earlier process has done it all, and launcherd was killed before it heard of that."""
+        try:
+            mark = json.loads((self.final / MARK).read_bytes())
+            sizes = {file.local: (self.final / file.local).stat().st_size for file in files}
+        except (OSError, ValueError):
+            return False
+        return mark == _mark(files) and all(file.size_bytes in (-1, sizes[file.local]) for file in files)
+
+    def clear(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
     def put_in_place(self, files: Sequence[RemoteFile]) -> None:
         """All files are whole: show them, all at once."""
         ready = self._ready(files)
@@ -140,13 +155,14 @@ class PartialFolder:
                 target = ready / file.local
                 target.parent.mkdir(parents=True, exist_ok=True)
                 self.whole(file).rename(target)
+            (ready / MARK).write_text(json.dumps(_mark(files)))
             _sync(ready)
             if self.final.exists():
                 # Of an earlier download that is no model any more, or was called the same.
                 self.final.rename(self.folder / "replaced")
             ready.rename(self.final)
             _sync(self.final.parent)
-            shutil.rmtree(self.folder, ignore_errors=True)
+            self.clear()
         except OSError as error:
             raise disk_error(error, self.final) from error
 
@@ -236,6 +252,10 @@ class FileWriter:
         if file.local.endswith(".gguf") and self._head != GGUF_MAGIC:
             return "is no GGUF file"
         return ""
+
+
+def _mark(files: Sequence[RemoteFile]) -> dict[str, str]:
+    return {file.local: file.key for file in files}
 
 
 def disk_error(error: OSError, path: Path) -> DownloadError:

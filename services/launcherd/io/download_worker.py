@@ -110,12 +110,14 @@ def download(job: Job) -> None:
     source = parse_source(job.checkpoint)
     if not isinstance(source, HubSource | UrlSource):
         raise SourceRefused("bad_source", f"{job.checkpoint!r} is nothing that could be fetched")
-    remote = Remote(job.stall_seconds, os.environ.get("HF_ENDPOINT") or None)
+    remote = Remote(job.stall_seconds, os.environ.get("HF_ENDPOINT", "").rstrip("/") or None)
     checkpoint, files = remote.plan(source, job.name, job.recipe, job.mmproj)
     folder = PartialFolder(Path(job.folder), job.name)
     folder.lock()
-    folder.keep_only(files)
-    progress = Progress(files, [folder.bytes_there(file) for file in files])
+    there = folder.in_place(files)
+    if not there:
+        folder.keep_only(files)
+    progress = Progress(files, [max(0, file.size_bytes) if there else folder.bytes_there(file) for file in files])
     tell(
         "planned",
         file_count=len(files),
@@ -123,6 +125,9 @@ def download(job: Job) -> None:
         bytes_done=progress.done(),
         checkpoint=checkpoint,
     )
+    if there:
+        folder.clear()
+        return
     folder.check_space(progress.still_needed(), now=True)
     progress.start()
     try:

@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from services.launcherd.download_events import Wanted
-from services.launcherd.io.download_files import PARTIAL
+from services.launcherd.io.download_files import MARK, PARTIAL
 from services.launcherd.model_catalog import Entry
 from services.launcherd.registry import read_entries
 from services.launcherd.slot_events import KnownModel
@@ -44,8 +44,8 @@ def deletable(model: KnownModel, downloads: Path) -> list[Path]:
     own = downloads / model.name
     if model.recipe != LLAMACPP and paths:
         return [own] if own.is_dir() and not own.is_symlink() else paths
-    projector = own / f"mmproj-{model.name}.gguf"
-    return [*paths, projector] if projector.is_file() and paths and paths[0].parent == own else paths
+    beside = [own / f"mmproj-{model.name}.gguf", own / MARK] if paths and paths[0].parent == own else []
+    return [*paths, *(path for path in beside if path.is_file())]
 
 
 def size_of(paths: Iterable[Path]) -> int:

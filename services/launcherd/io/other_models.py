@@ -66,7 +66,7 @@ def _model(entry: Entry, path: str, parts: tuple[str, ...], size_bytes: int) -> 
 def _only_file(folder: Path) -> Path:
     """The file that is all there is in a downloaded model's folder, else the folder."""
     try:
-        inside = list(folder.iterdir())
+        inside = [path for path in folder.iterdir() if not path.name.startswith(".")]
     except OSError:
         return folder
     return inside[0] if len(inside) == 1 and inside[0].is_file() else folder
