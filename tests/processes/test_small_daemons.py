@@ -44,7 +44,14 @@ SNAPSHOT_OF = {
     "gossipd": {"MeshIdentityChanged", "MemberChanged", "DemandChanged", "TrustChanged", "JoinChanged"},
     "electiond": {"CatalogChanged", "AssignmentsChanged", "RoutesChanged"},
     "tunneld": {"TunnelChanged"},
-    "launcherd": {"InventoryChanged", "DeviceChanged", "SlotChanged", "CreditsRecalled", "LimitsChanged", "RegistryChanged"},
+    "launcherd": {
+        "InventoryChanged",
+        "DeviceChanged",
+        "SlotChanged",
+        "CreditsRecalled",
+        "LimitsChanged",
+        "RegistryChanged",
+    },
     "proxyd": {"ProxyChanged"},
 }
 
@@ -182,7 +189,10 @@ def test_gossipd_publishes_what_was_counted(mesh_home: Path) -> None:
     with running_daemon("gossipd", mesh_home), subscribed(mesh_home, "gossipd") as sub:
         hear(sub, "Heartbeat")
         for _ in range(3):
-            assert ask(mesh_home, "gossipd", "CountUnserved", {"model": "qwen", "count": 2}) == ("Done", {"detail": "", "subject": ""})
+            assert ask(mesh_home, "gossipd", "CountUnserved", {"model": "qwen", "count": 2}) == (
+                "Done",
+                {"detail": "", "subject": ""},
+            )
         (demand,) = hear(sub, "DemandChanged")[3]["demand"]
         assert demand == {"model": "qwen", "requests_total": 6, "per_minute_1m": 6.0, "per_minute_10m": 0.6}
 

@@ -43,7 +43,11 @@ def test_a_bare_req_is_answered(node_paths: NodePaths, bare: Bare) -> None:
     async def scene() -> None:
         async with daemon(node_paths) as one:
             one.say("qwen")
-            assert await bare.ask("RescanModels", request_id="r1") == ["r1", "Done", {"detail": "answer 1", "subject": ""}]
+            assert await bare.ask("RescanModels", request_id="r1") == [
+                "r1",
+                "Done",
+                {"detail": "answer 1", "subject": ""},
+            ]
             tag, fields = (await bare.ask("GetDaemonInfo"))[1:]
             assert tag == "DaemonInfo"
             assert (fields["name"], fields["state"]) == (NAME, "1 words")
