@@ -49,7 +49,8 @@ class Script:
     starts_file: str = ""
     """Gets one line with the pid per start."""
     alone_file: str = ""
-    """Locked as long as it lives; a start that finds it locked by another engine adds a line."""
+    """Locked as long as it lives; a start that finds it locked by another engine adds a line. `{model}` in it is the
+    model's name: then only engines of the same model may not meet."""
     tokens: int = 16
     """Words of a reply, unless `max_tokens` is smaller."""
     first_token_seconds: float = 0.0
@@ -424,7 +425,8 @@ def main() -> None:
             starts = len(file.readlines())
     if script.alone_file:
         # Open until the process ends, and the lock with it.
-        lock = os.open(script.alone_file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        alone = script.alone_file.replace("{model}", _options(sys.argv[1:]).get("--alias", "model"))
+        lock = os.open(alone, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

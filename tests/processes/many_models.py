@@ -25,6 +25,7 @@ import openai
 from services.launcherd.command_line import ENGINE_MARK
 from services.launcherd.io.process import ProcessIdentity, marked_processes
 from tests.engines import tiny_models
+from tests.engines.scripted_engine import Script, write_engine
 from tests.processes.node import Node, private_home
 
 MODELS: Mapping[str, str] = {
@@ -43,8 +44,11 @@ _STARTS = re.compile(r"event=engine_starts .*?model=(\S+)")
 
 
 @contextmanager
-def node_with_many_models(config: str = "") -> Iterator[Node]:
-    """A running node with the models of `MODELS`, limits `LIMITS` and the embedded engine. It must end clean."""
+def node_with_many_models(script: Script | None = None) -> Iterator[Node]:
+    """A running node with the models of `MODELS`, limits `LIMITS` and the embedded engine, or scripted ones.
+
+    It must end clean.
+    """
     with private_home() as home:
         folder = home / "my-models"
         folder.mkdir()
@@ -56,9 +60,10 @@ def node_with_many_models(config: str = "") -> Iterator[Node]:
         for seed, (name, type) in enumerate(MODELS.items(), start=1):
             write[type](folder / f"{name}.gguf", name=name, seed=seed)
         limits = ", ".join(str(limit) for limit in LIMITS.values())
+        engine = "embedded" if script is None else str(write_engine(home / "llama-server", script))
         (home / "mesh.toml").write_text(
             f'[models]\nfolders = ["{folder}"]\nserve = ["llm-a"]\nmax_loaded_models = [{limits}]\n'
-            f'[engine]\npath = "embedded"\nthreads = 1\ncontext_tokens = 1024\n{config}'
+            f'[engine]\npath = "{engine}"\nthreads = 1\ncontext_tokens = 1024\n'
         )
         node = Node(home)
         try:
@@ -111,8 +116,14 @@ def questions() -> list[Question]:
 Answer = str | list[float]
 
 
-def answer_of(path: str, reply: Mapping[str, Any]) -> Answer:
-    """What counts of a reply: its text, or its numbers in the order of the inputs."""
+def answer_of(question: Question, reply: Mapping[str, Any]) -> Answer:
+    """What counts of a reply: its text, or its numbers in the order of the inputs.
+
+    Raises: ValueError when another model answered.
+    """
+    path = question.path
+    if reply["model"] != question.model:
+        raise ValueError(f"{question.model} was asked and {reply['model']} answered")
     if path == "/v1/embeddings":
         items = sorted(reply["data"], key=lambda item: int(item["index"]))
         return [float(number) for item in items for number in item["embedding"]]
@@ -123,8 +134,8 @@ def answer_of(path: str, reply: Mapping[str, Any]) -> Answer:
     return str(choice["message"]["content"] if "message" in choice else choice["text"])
 
 
-def text_of_stream(body: bytes) -> str:
-    """The text of a stream. Raises: ValueError for an error event or a stream without its end."""
+def text_of_stream(question: Question, body: bytes) -> str:
+    """The text of a stream. Raises: ValueError for an error event, another model, or a stream without its end."""
     text, done = "", False
     for line in body.decode().splitlines():
         if not line.startswith("data: "):
@@ -136,6 +147,8 @@ def text_of_stream(body: bytes) -> str:
         event = json.loads(data)
         if "error" in event:
             raise ValueError(f"error in the stream: {event['error']}")
+        if event["model"] != question.model:
+            raise ValueError(f"{question.model} was asked and {event['model']} answered")
         for choice in event["choices"]:
             text += (choice["delta"].get("content") if "delta" in choice else choice.get("text")) or ""
     if not done:
@@ -156,10 +169,14 @@ def references(node: Node) -> dict[int, Answer]:
     for index, question in enumerate(questions()):
         reply = node.request("POST", question.path, {"model": question.model, **question.body}, timeout=60)
         assert reply.status == 200, f"{question.model} {question.path}: {reply.status} {reply.body[:300]!r}"
-        found[index] = answer_of(question.path, reply.json())
-    llms = {name: tuple(v for i, v in found.items() if questions()[i].model == name) for name in MODELS}
-    assert len(set(map(str, llms.values()))) == len(MODELS), "models that cannot be told apart prove nothing"
+        found[index] = answer_of(question, reply.json())
     return found
+
+
+def tell_apart(known: Mapping[int, Answer]) -> bool:
+    """Whether every model answers the same questions differently."""
+    by_model = {name: [answer for i, answer in known.items() if questions()[i].model == name] for name in MODELS}
+    return len(set(map(str, by_model.values()))) == len(MODELS)
 
 
 # -- clients -----------------------------------------------------------------------------------------------------
@@ -308,7 +325,7 @@ async def _ask(http: Http, question: Question, stream: bool) -> Answer:
     status, reply = await http.post(question.path, body)
     if status != 200:
         raise ValueError(f"{status} {reply[:300]!r}")
-    return text_of_stream(reply) if streams else answer_of(question.path, json.loads(reply))
+    return text_of_stream(question, reply) if streams else answer_of(question, json.loads(reply))
 
 
 async def _ask_openai(client: openai.AsyncOpenAI, question: Question) -> Answer:
@@ -317,6 +334,8 @@ async def _ask_openai(client: openai.AsyncOpenAI, question: Question) -> Answer:
         made = await client.embeddings.create(**body, encoding_format="float")
         return [number for item in made.data for number in item.embedding]
     reply = await client.chat.completions.create(**body)
+    if reply.model != question.model:
+        raise ValueError(f"{question.model} was asked and {reply.model} answered")
     return str(reply.choices[0].message.content)
 
 

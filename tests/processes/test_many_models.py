@@ -22,6 +22,7 @@ from tests.processes.many_models import (
     node_with_many_models,
     references,
     report,
+    tell_apart,
 )
 from tests.processes.node import Node, wait_for
 
@@ -36,7 +37,9 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def known(node: Node) -> dict[int, Answer]:
-    return references(node)
+    found = references(node)
+    assert tell_apart(found), "models that cannot be told apart prove nothing"
+    return found
 
 
 def all_answered(node: Node, known: dict[int, Answer], *, requests_each: int, seconds: float) -> None:

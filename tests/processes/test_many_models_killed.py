@@ -15,9 +15,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
 
+from tests.engines.scripted_engine import Script
 from tests.processes.many_models import (
     MODELS,
     Answer,
@@ -29,6 +31,7 @@ from tests.processes.many_models import (
     node_with_many_models,
     references,
     report,
+    tell_apart,
 )
 from tests.processes.node import Node, wait_for
 
@@ -66,7 +69,9 @@ def node() -> Iterator[Node]:
 
 @pytest.fixture(scope="module")
 def known(node: Node) -> dict[int, Answer]:
-    return references(node)
+    found = references(node)
+    assert tell_apart(found), "models that cannot be told apart prove nothing"
+    return found
 
 
 def killed(node: Node, known: dict[int, Answer], *, kills: int, seed: str) -> None:
@@ -104,3 +109,14 @@ def test_killing_launcherd_fifty_times_costs_no_request_and_leaves_no_engine(
     node: Node, known: dict[int, Answer]
 ) -> None:
     killed(node, known, kills=50, seed=chosen_seed(secrets.token_hex(4)))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_slow_loads_are_never_doubled_by_killing_launcherd(tmp_path: Path) -> None:
+    """Engines that take their time and lock a file of their model: no two of one model ever live at once."""
+    script = Script(load_seconds=0.5, tokens=8, token_seconds=0.02, alone_file=f"{tmp_path}/{{model}}")
+    with node_with_many_models(script) as node:
+        killed(node, references(node), kills=50, seed=chosen_seed(secrets.token_hex(4)))
+    met = {name: (tmp_path / name).read_text() for name in MODELS}
+    assert met == dict.fromkeys(MODELS, "")
