@@ -233,7 +233,7 @@ class Launcher:
                 await self._measured.wait()
                 await self._look_for(model)
                 if backend in self.installed.missing_backends:
-                    await self._look_for_programs()
+                    await self._look_for_programs(backend)
                 return self._checked(await self._ask(lambda token: LoadAsked(token=token, request=request)))
             case UnloadModel():
                 return await self._ask(lambda token: UnloadAsked(token=token, request=request))
@@ -287,10 +287,10 @@ class Launcher:
             self._rescanned_at = now
             await self.library.scan()
 
-    async def _look_for_programs(self) -> None:
-        """Measure again if a program came or went."""
+    async def _look_for_programs(self, backend: str = "") -> None:
+        """Measure again if a program came or went, or the build of that name did not run and perhaps does now."""
         found = await asyncio.to_thread(look_for_programs, self.config, os.environ)
-        if found.seen != self.installed.seen:
+        if found.seen != self.installed.seen or backend in found.builds:
             await self.measure()
 
     def _checked(self, reply: codec.Message) -> codec.Message:
@@ -354,8 +354,12 @@ class Launcher:
         """For ever: engines that were installed or removed."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            if self._measured.is_set():
-                await self._look_for_programs()
+            if not self._measured.is_set():
+                continue
+            await self._look_for_programs()
+            # One that is there but does not run yet may be waiting for its driver.
+            if not self.installed.backend and (await asyncio.to_thread(find_installed, self.config)).backend:
+                await self.measure()
 
     async def adopt(self, memory: Memory) -> None:
         """Take over healthy engines whose model is still on disk; end all others."""

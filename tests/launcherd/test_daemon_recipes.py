@@ -79,3 +79,19 @@ def test_other_builds_and_arguments(node: LauncherNode) -> None:
     other.unlink()
     refused = node.refusal(LoadModel(model=ModelName("tiny-llm"), backend="other"))
     assert refused.code == "engine_missing"
+
+
+def test_a_build_that_does_not_run_yet_is_tried_again_when_it_is_asked_for(node: LauncherNode, tmp_path: Path) -> None:
+    """docs/spec/options.md 5: one whose program is missing is refused with `engine_missing`; it is looked for anew."""
+    ready = tmp_path / "driver"
+    program = write_engine(tmp_path / "llama-server", Script())
+    real = program.rename(tmp_path / "real")
+    program.write_text(f'#!/bin/sh\n[ -e "{ready}" ] && exec "{real}" "$@"\nexit 1\n')
+    program.chmod(0o755)
+    node.configure(engine={"path": str(program)})
+    node.start()
+    refused = node.refusal(LoadModel(model=ModelName("tiny-llm"), backend="path"))
+    assert (refused.code, "does not run" in refused.detail) == ("engine_missing", True)
+    ready.write_text("")
+    assert not node.load("tiny-llm", backend="path").already
+    assert node.load("tiny-llm").already, "it runs what names none, too"
