@@ -21,11 +21,13 @@ from services.meshctl.leftovers import locked_daemons
 from services.meshctl.machine import bind_problem, describe, engine_found, port_owners, wanted_ports
 from services.meshctl.node import Node, checked_home, listens, make_folder, wait_until
 from services.meshctl.output import Waiting, age, clean, print_json, progress, size
+from services.meshctl.pull import can_be_pulled, pull_model
 from services.meshctl.reload import Reloaded, reload_daemons, say_reloaded
 from shared.config import ENVIRONMENT, NodeConfig, heeded, parse_limits
 from shared.errors import MeshError, StateError
 from shared.io.keys_file import load_keys
 from shared.llamacpp_args import split_args
+from shared.messages.downloads import PullModel
 from shared.node_status import DaemonStatus, NodeStatus
 from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
 from shared.status_view import to_jsonable
@@ -52,7 +54,12 @@ class StartFailed(MeshError):
 
 @click.command()
 @click.option(
-    "--model", "-m", "models", multiple=True, metavar="M", help="Serve this model from the start. Repeatable."
+    "--model",
+    "-m",
+    "models",
+    multiple=True,
+    metavar="M",
+    help="Serve this model from the start; one that is not on disk is pulled first. Repeatable.",
 )
 @click.option(
     "--models-dir",
@@ -102,8 +109,12 @@ def up(
         if node.supervised is not None:
             raise StateError("this node is running already; stop it with 'meshctl down' first")
         prepare(node, changes)
+        if models:
+            progress("A model that is not on disk is not pulled with --foreground; 'meshctl pull MODEL' does")
         _exec_supervisord(node)
     already, reloaded = bring_up(node, changes)
+    fetched = fetch_missing(node, models)
+    reloaded = fetched or reloaded
     view = node.status()
     if as_json:
         print_json(
@@ -134,7 +145,7 @@ def changes_of(
     """What the options mean for ``mesh.toml``. A model given as a file is served from its folder."""
     names, more = [], [str(folder) for folder in folders]
     for model in models:
-        if model.endswith(".gguf"):
+        if model.endswith(".gguf") and ":" not in model:
             path = Path(os.path.expanduser(model)).resolve()
             if not path.is_file():
                 raise StateError(f"there is no file {path}; give the name of a model, or the path of a .gguf file")
@@ -158,6 +169,25 @@ def changes_of(
     if client is not None:
         changes["node", "client"] = client
     return changes
+
+
+def fetch_missing(node: Node, models: Sequence[str]) -> Reloaded | None:
+    """Pull what was named to be served and is not on this node's disk; ``mesh.toml`` gets the names it has here.
+
+    Raises: MeshError that says why one could not be had. The node runs then, and serves the rest.
+    """
+    names: dict[str, str] = {}
+    for model in models:
+        here = {known.name for known in node.status().models if known.on_disk_here}
+        if model not in here and can_be_pulled(node, model):
+            names[model] = pull_model(node, PullModel(model=model)).subject
+    if not names:
+        return None
+    serve = [names.get(name, name) for name in node.config.models.serve]
+    changes: Changes = {("models", "serve"): list(dict.fromkeys(serve))}
+    written = update_config(node.paths.config_file, node.environ, changes)
+    node.__dict__.pop("config", None)
+    return reload_daemons(node) if written else None
 
 
 def engine_changes(ctx_size: int | None, args: str | None, backend: str | None) -> Changes:

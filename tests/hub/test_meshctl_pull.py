@@ -70,6 +70,30 @@ def node(hub: FakeHub) -> Iterator[HubNode]:
             made.down()
 
 
+def test_up_pulls_a_model_that_is_to_be_served(node: HubNode) -> None:
+    """Under the name that it has here afterwards, whatever it was named by."""
+    ran = node.meshctl("up", "--model", f"{REPO}:Q8_0", "--json")
+    assert json.loads(ran.stdout)["already_running"] is True
+    (served,) = [model for model in node.status()["models"] if model["on_disk_here"] and not model["builtin"]]
+    assert f'serve = ["{served["name"]}"]' in (node.home / "mesh.toml").read_text()
+    wait_until(
+        lambda: any(
+            model["name"] == served["name"] and model["status"] == "ready" for model in node.status()["models"]
+        ),
+        30,
+        "it is served",
+    )
+    assert node.chat(served["name"], "hello", max_tokens=4).status == 200
+    again = node.meshctl("up", "--model", served["name"])
+    assert "up already" in again.stderr
+    node.meshctl("config", "set", "models.serve", "[]")
+    node.meshctl("models", "rm", served["name"], "--yes")
+    refused = node.meshctl("up", "--model", "tiny/no-such-repo", check=False)
+    assert refused.returncode == 1
+    assert "tiny/no-such-repo" in refused.stderr
+    node.meshctl("config", "set", "models.serve", "[]")
+
+
 def test_pull_load_and_answer(node: HubNode) -> None:
     ran = node.meshctl("pull", f"{REPO}:F16", "--name", "mine", "--label", "tool-calling")
     assert "mine is on this node's disk" in ran.stdout
