@@ -137,8 +137,8 @@ def test_launcherd_killed_in_the_middle_goes_on_where_it_was(node: LauncherNode,
     node.start(HF_ENDPOINT=hub.endpoint)
     wait_until(lambda: "Real-Q8_0" in models(node), 20, "it is there")
     assert hub.sent["Real-Q8_0.gguf"] == size
-    assert registered(node, "Real-Q8_0").user
     wait_until(lambda: download(node) is None, 5, "nothing is being downloaded")
+    assert registered(node, "Real-Q8_0").user
     assert json.loads((node.home / "state" / "downloads.json").read_text()) == []
 
 
@@ -151,8 +151,8 @@ def test_launcherd_killed_before_it_heard_of_the_end(node: LauncherNode, hub: Fa
     (node.home / "state" / "downloads.json").write_text(json.dumps(pending))
     (node.home / "state" / "registry.json").unlink()
     node.start(HF_ENDPOINT=hub.endpoint)
-    wait_until(lambda: registered(node, reply.subject) is not None, 20, "it is registered")
-    assert models(node)["mine"].labels == ("vision",)
+    wait_until(lambda: "mine" in models(node) and models(node)["mine"].labels == ("vision",), 20, "it is registered")
+    assert registered(node, reply.subject).user
     assert hub.sent["Real-Q8_0.gguf"] == len(hub.repos[REPO]["Real-Q8_0.gguf"])
 
 
