@@ -22,7 +22,7 @@ from shared.messages.downloads import CancelPull, DeleteModel, DownloadChanged, 
 from shared.messages.models import InventoryChanged, LocalModel, RescanModels
 from shared.paths import REPOSITORY
 from tests.engines import tiny_models
-from tests.hub.fake_hub import FakeHub, fake_hub
+from tests.hub.fake_hub import FakeHub, fake_hub, sha256
 from tests.launcherd.launcher_node import LauncherNode, chat, launcher_node
 from tests.waiting import wait_until
 
@@ -95,6 +95,7 @@ def test_a_pulled_model_is_known_loads_and_answers(node: LauncherNode, hub: Fake
     known = models(node)["Real-Q8_0"]
     assert (known.checkpoint, known.recipe) == (f"{REPO}:Q8_0", "llamacpp")
     assert Path(known.path) == node.home / "models" / "Real-Q8_0" / "Real-Q8_0.gguf"
+    assert known.file_hash == sha256(hub.repos[REPO]["Real-Q8_0.gguf"]), "as verified: not read again"
     entry = registered(node, "Real-Q8_0")
     assert entry.downloaded
     assert entry.user

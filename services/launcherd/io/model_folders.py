@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import stat
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from services.launcherd.gguf import parse_header
+from services.launcherd.io.download_files import MARK
 from services.launcherd.model_info import (
     FileFacts,
     ModelFile,
@@ -32,6 +34,7 @@ from services.launcherd.model_info import (
 from shared.errors import LoadFailed, ModelFileBroken, ModelFileMissing
 
 CACHE_VERSION = 1
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 HASH_CHUNK_BYTES = 1 << 20
 
 
@@ -202,6 +205,7 @@ class ModelFolders:
             entry = self._entries.get(str(path))
         if entry is None or not entry.same_file(status):
             entry = _Entry(size=status.st_size, mtime_ns=status.st_mtime_ns, inode=status.st_ino)
+            entry.sha256 = _downloaded_hash(path, status)
         if entry.facts is None and not entry.broken:
             try:
                 entry.facts = _read_facts(path)
@@ -246,6 +250,18 @@ class ModelFolders:
             done += status.st_size
         self.save()
         return tuple(hashes)
+
+
+def _downloaded_hash(path: Path, status: os.stat_result) -> str:
+    """What a download was verified against; empty for a file that changed after it, and for any other file."""
+    mark = path.with_name(MARK)
+    try:
+        if os.stat(mark).st_mtime_ns < status.st_mtime_ns:
+            return ""
+        key = json.loads(mark.read_bytes()).get(path.name, "")
+    except (OSError, ValueError, AttributeError):
+        return ""
+    return key if isinstance(key, str) and _SHA256.fullmatch(key) else ""
 
 
 def sha256_file(path: str, stop: threading.Event, on_progress: Callable[[int], None] | None = None) -> str:

@@ -301,3 +301,21 @@ def test_a_stopped_hash_is_an_error_not_a_wrong_hash(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"x")
     with pytest.raises(LoadFailed):
         sha256_file(str(tmp_path / "f"), stop)
+
+
+def test_a_downloaded_files_hash_is_known_until_it_changes(tmp_path: Path) -> None:
+    """What a file was verified against is its hash in the inventory from then on, until the file changes."""
+    path = tiny_models.write_llm(tmp_path / "mine.gguf")
+    (tmp_path / ".download.json").write_text(json.dumps({"mine.gguf": "ab" * 32}))
+    folders = ModelFolders([tmp_path])
+    [model] = folders.scan().models
+    assert folders.known_hash(model) == "ab" * 32
+    later = path.stat().st_mtime_ns + 10_000_000_000
+    os.utime(path, ns=(later, later))
+    [model] = folders.scan().models
+    assert folders.known_hash(model) == ""
+    for nonsense in ("[]", "{", '{"mine.gguf": 3}', '{"mine.gguf": "url-ab"}'):
+        (tmp_path / ".download.json").write_text(nonsense)
+        os.utime(tmp_path / ".download.json", ns=(2 * later, 2 * later))
+        again = ModelFolders([tmp_path])
+        assert again.known_hash(again.scan().models[0]) == ""
