@@ -136,17 +136,17 @@ class Slots:
         slot = self._slots.get(model)
         return slot.reason if slot is not None else ""
 
-    async def until(self, model: str, *states: str) -> None:
-        """Raises: BenchError when the model is in none of the states in time."""
+    async def until(self, model: str, state: str, *, waiting: int = 0) -> None:
+        """Until the model is in that state, and so many requests wait. Raises: BenchError when it is not in time."""
         try:
             async with asyncio.timeout(STATE_SECONDS):
-                while (slot := self._slots.get(model)) is None or slot.state not in states:
+                while (slot := self._slots.get(model)) is None or slot.state != state or slot.waiting < waiting:
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError as error:
             known = self._slots.get(model)
-            state = f"{known.state}: {known.reason}" if known is not None else "no slot"
-            raise BenchError(f"{model} is not {' or '.join(states)} ({state})") from error
+            found = f"{known.state}, {known.waiting} wait: {known.reason}" if known is not None else "no slot"
+            raise BenchError(f"{model} is not {state} ({found})") from error
 
 
 async def measure(home: Path, port: int, generation_seconds: float) -> Waited:
@@ -164,7 +164,7 @@ async def measure(home: Path, port: int, generation_seconds: float) -> Waited:
             generation = asyncio.create_task(_generate(port, busy, waited))
             end = time.monotonic() + generation_seconds - min(2.0, generation_seconds / 4)
             behind = asyncio.create_task(_ask_behind(port, waiting, waited))
-            await slots.until(waiting, "queued")
+            await slots.until(waiting, "queued", waiting=1)
             while time.monotonic() < end:
                 for kind in KINDS:
                     if kind == "cancellation":
@@ -203,7 +203,7 @@ async def _timed(port: int, kind: str) -> float:
 async def _cancel(port: int, model: str, slots: Slots) -> float:
     """Seconds from the disconnect of the only client that waits for the model until its load is dropped."""
     async with _sent(port, "POST", "/v1/chat/completions", _chat(model, 1)) as (_, writer):
-        await slots.until(model, "queued")
+        await slots.until(model, "queued", waiting=1)
         began = time.perf_counter()
         writer.transport.abort()
         await slots.until(model, "unloaded")
