@@ -164,8 +164,8 @@ class LoadQueue:
             return True
         if head.need_bytes > device.capacity_bytes and not head.model.builtin:
             book.queue.remove(head.slot_id)
-            file = head.model.file
-            words = too_large(head.name, head.need_bytes, file.file_size_bytes, head.options.context_tokens, device)
+            size = head.model.size_bytes
+            words = too_large(head.name, head.need_bytes, size, head.options.context_tokens, device)
             book.give_up(head, "model_too_large", words)
             return True
         return False

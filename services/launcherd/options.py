@@ -5,8 +5,10 @@ Source: docs/spec/options.md.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from services.launcherd.command_line import EngineOptions, resolve_options
-from services.launcherd.model_info import ModelFile, need_bytes
+from services.launcherd.model_info import need_bytes
 from services.launcherd.recipes import recipe_of
 from services.launcherd.slot_events import DeviceMeasured, KnownModel
 from shared.config import NodeConfig
@@ -75,9 +77,10 @@ def engine_missing(options: EngineOptions, device: DeviceMeasured) -> str:
     return "" if device.engine else device.engine_reason or "no inference engine is installed"
 
 
-def options_need_bytes(model: ModelFile, options: EngineOptions) -> int:
-    """Memory that the model takes when it is loaded with `options`."""
-    return need_bytes(model, options.context_tokens, options.parallel)
+def options_need_bytes(model: KnownModel, options: EngineOptions) -> int:
+    """Memory that the model takes when it is loaded with `options`, its projector included."""
+    whole = replace(model.file, file_size_bytes=model.size_bytes)
+    return need_bytes(whole, options.context_tokens, options.parallel)
 
 
 def local_model(model: KnownModel, options: EngineOptions) -> LocalModel:
@@ -87,7 +90,7 @@ def local_model(model: KnownModel, options: EngineOptions) -> LocalModel:
         name=model.name,
         type=file.type,
         path=file.path,
-        file_size_bytes=file.file_size_bytes,
+        file_size_bytes=model.size_bytes,
         file_hash=model.file_hash,
         architecture=file.architecture,
         quantization=file.quantization,
@@ -97,7 +100,7 @@ def local_model(model: KnownModel, options: EngineOptions) -> LocalModel:
         parallel=options.parallel,
         kv_bytes_per_token=file.kv_bytes_per_token,
         compute_bytes=file.compute_bytes,
-        need_bytes=options_need_bytes(file, options),
+        need_bytes=options_need_bytes(model, options),
         builtin=model.builtin,
         recipe=model.recipe,
         labels=model.labels,

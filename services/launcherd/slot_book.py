@@ -179,7 +179,7 @@ class SlotBook:
             slot_id=slot_id,
             model=model,
             options=options,
-            need_bytes=options_need_bytes(model.file, options),
+            need_bytes=options_need_bytes(model, options),
             origin=origin,
             order=order,
             state="queued",

@@ -56,10 +56,16 @@ class KnownModel:
     """Where it came from, as the registry knows; empty for a file that somebody put there."""
     projector: str = ""
     """The file with which it sees or hears: `mmproj-NAME.gguf` beside it."""
+    projector_bytes: int = 0
 
     @property
     def name(self) -> ModelName:
         return ModelName(self.file.name)
+
+    @property
+    def size_bytes(self) -> int:
+        """All that is read into memory when it is loaded."""
+        return self.file.file_size_bytes + self.projector_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,7 +71,7 @@ def _on_disk(book: SlotBook, name: ModelName) -> list[str]:
     if known is None:
         return [not_found_words(name, book.models).capitalize() + "."]
     file = known.file
-    words = f"{name} is on this node's disk: {file.type}, {size_words(file.file_size_bytes)}, {file.path}."
+    words = f"{name} is on this node's disk: {file.type}, {size_words(known.size_bytes)}, {file.path}."
     if book.of(name):
         return [words]
     return [words, "It is not loaded" + (", but pinned for when it is." if name in book.pinned else ".")]

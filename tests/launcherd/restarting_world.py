@@ -114,7 +114,7 @@ class RestartingWorld(World):
 
     def need_bytes(self, slot_id: SlotId) -> int:
         start = self.started[slot_id]
-        return options_need_bytes(start.model.file, start.options)
+        return options_need_bytes(start.model, start.options)
 
     # -- what else happens to a node -------------------------------------------------------------------------
 

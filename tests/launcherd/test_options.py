@@ -129,7 +129,10 @@ def test_what_is_missing_is_that_of_the_recipe_or_build() -> None:
 def test_the_need_is_that_of_the_options() -> None:
     known = model("m", size_bytes=1000)
     options = engine_options(known, config(), 2)
-    assert options_need_bytes(known.file, options) == 1100
+    assert options_need_bytes(known, options) == 1100
+    seeing = replace(known, projector="/m/mmproj-a.gguf", projector_bytes=500)
+    assert options_need_bytes(seeing, options) == 1650
+    assert local_model(seeing, options).file_size_bytes == 1500
     labelled = replace(known, labels=("vision",), checkpoint="org/repo:Q4_0")
     local = local_model(labelled, options)
     assert (local.name, local.need_bytes, local.parallel) == ("m", 1100, 4)

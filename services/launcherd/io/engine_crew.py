@@ -136,7 +136,7 @@ class EngineCrew:
                 records=self.records,
                 log_path=self.log_path(slot_id),
                 environ=os.environ,
-                ready_timeout_seconds=readiness_timeout_seconds(file.file_size_bytes, least_readiness_seconds),
+                ready_timeout_seconds=readiness_timeout_seconds(effect.model.size_bytes, least_readiness_seconds),
                 on_progress=tell,
                 recipe=recipe,
                 checkpoint=effect.model.checkpoint,

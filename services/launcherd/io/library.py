@@ -108,10 +108,17 @@ class Library:
         """With what the registry knows of it, if meshd downloaded it; `beside` are the projectors that were found."""
         projector = os.path.join(os.path.dirname(file.path), f"mmproj-{file.name}.gguf")
         projector = projector if projector in beside else ""
+        projector_bytes = _size(projector)
         builtin = file.path.startswith(f"{self._paths.guide_folder}{os.sep}")
         entry = self._registry.find(file.name) if file.path.startswith(f"{self._paths.downloads}{os.sep}") else None
         if entry is None or entry.name != file.name:
-            return KnownModel(file=file, file_hash=file_hash, builtin=builtin, projector=projector)
+            return KnownModel(
+                file=file,
+                file_hash=file_hash,
+                builtin=builtin,
+                projector=projector,
+                projector_bytes=projector_bytes,
+            )
         if entry.type != "llm":
             # Conversions of embedding and reranking models do not always say in their header that they are one.
             file = replace(file, type=entry.type)
@@ -123,6 +130,7 @@ class Library:
             labels=entry.labels,
             checkpoint=entry.checkpoint,
             projector=projector,
+            projector_bytes=projector_bytes,
         )
 
     async def watch(self) -> None:
@@ -168,6 +176,14 @@ class Library:
 
 def _below(path: str, folders: tuple[str, ...]) -> bool:
     return path.startswith(folders) if folders else False
+
+
+def _size(path: str) -> int:
+    """0 for none, and for one that has just gone."""
+    try:
+        return os.stat(path).st_size if path else 0
+    except OSError:
+        return 0
 
 
 def folder_stamp(folders: tuple[Path, ...]) -> object:

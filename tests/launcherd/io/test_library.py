@@ -58,6 +58,8 @@ def test_a_projector_belongs_to_the_model_it_is_named_after(run: Run, node_paths
         found = await Library(node_paths, node(folder), lambda found: None).scan()
         one = next(model for model in found.models if model.name == "one")
         assert one.projector == str(folder / "mmproj-one.gguf")
+        assert one.projector_bytes == (folder / "mmproj-one.gguf").stat().st_size > 0
+        assert one.size_bytes == one.file.file_size_bytes + one.projector_bytes
         assert [os.path.basename(item.path) for item in found.skipped] == ["mmproj-other.gguf"]
 
     run(work())
