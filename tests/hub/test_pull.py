@@ -46,12 +46,12 @@ def node(mesh_home: Path, tmp_path: Path, hub: FakeHub) -> Iterator[LauncherNode
 
 
 def pull(node: LauncherNode, model: str, **fields: Any) -> Done:
-    reply = node.ask(PullModel(model=model, **fields), 30)
+    reply = node.ask(PullModel(model=model, **fields), 60)
     assert isinstance(reply, Done)
     return reply
 
 
-def asked(node: LauncherNode, request: Any, seconds: float = 30) -> Future[Any]:
+def asked(node: LauncherNode, request: Any, seconds: float = 60) -> Future[Any]:
     """Asks in the background: the reply, or what was raised."""
     return ThreadPoolExecutor(1).submit(node.ask, request, seconds)
 
@@ -119,7 +119,7 @@ def test_a_name_labels_and_parts(node: LauncherNode, hub: FakeHub) -> None:
     wait_until(lambda: "mine" in models(node), 10, "the model is there again")
     assert models(node)["mine"].labels == ("embeddings",)
     assert registered(node, "mine").user
-    refused = node.refusal(PullModel(model="mine", checkpoint=f"{REPO}:Q8_0"))
+    refused = node.refusal(PullModel(model="mine", checkpoint=f"{REPO}:Q8_0"), 60)
     assert refused.code == "name_taken"
 
 
@@ -182,15 +182,15 @@ def test_launcherd_answers_others_while_a_download_stalls_and_cancels_it(node: L
     assert "Real-Q8_0" in states[ModelName("Real-F16")].reason
     node.load("own")
     assert chat(node.acquire("own"))
-    assert node.refusal(DeleteModel(model=ModelName("Real-Q8_0"))).code == "downloading"
+    assert node.refusal(DeleteModel(model=ModelName("Real-Q8_0")), 60).code == "downloading"
     node.ask(CancelPull(model="Real-F16"))
     node.ask(CancelPull(model=f"{REPO}:Q8_0"))
     with pytest.raises(Exception, match="cancelled"):
-        first.result(10)
+        first.result(30)
     wait_until(lambda: workers(node) == [], 5, "no download process is left")
     assert node.refusal(CancelPull(model="Real-Q8_0")).code == "not_downloading"
     assert "10.0 kB" in node.ask(DeleteModel(model=ModelName("Real-Q8_0"))).detail
-    assert node.refusal(DeleteModel(model=ModelName("Real-Q8_0"))).code == "model_not_found"
+    assert node.refusal(DeleteModel(model=ModelName("Real-Q8_0")), 60).code == "model_not_found"
 
 
 @pytest.mark.slow
@@ -200,14 +200,14 @@ def test_a_failure_that_another_try_cures(node: LauncherNode, hub: FakeHub) -> N
 
 
 def test_failures_say_what_to_do_and_leave_nothing(node: LauncherNode, hub: FakeHub) -> None:
-    refused = node.refusal(PullModel(model=f"{REPO}:Q2_K"))
+    refused = node.refusal(PullModel(model=f"{REPO}:Q2_K"), 60)
     assert refused.code == "quantization_not_found"
     assert "F16" in refused.detail
     assert "Q8_0" in refused.detail
-    assert node.refusal(PullModel(model="nonsense")).code == "model_not_found"
-    assert node.refusal(PullModel(model="no/such")).code == "not_authorised"
+    assert node.refusal(PullModel(model="nonsense"), 60).code == "model_not_found"
+    assert node.refusal(PullModel(model="no/such"), 60).code == "not_authorised"
     hub.repos[REPO]["Bad-Q4_0.gguf"] = b"GGUF" + b"\0" * 500
-    refused = node.refusal(PullModel(model=f"{REPO}:Q4_0"))
+    refused = node.refusal(PullModel(model=f"{REPO}:Q4_0"), 60)
     assert refused.code == "not_usable"
     assert registered(node, "Real-Q4_0") is None
     assert not (node.home / "models" / "Real-Q4_0").exists()
@@ -237,9 +237,9 @@ def test_what_meshd_did_not_download_is_never_deleted(node: LauncherNode) -> Non
     (node.home / "models" / "link.gguf").symlink_to(outside)
     node.ask(RescanModels())
     for name in ("own", "link"):
-        assert node.refusal(DeleteModel(model=ModelName(name))).code == "not_ours"
+        assert node.refusal(DeleteModel(model=ModelName(name)), 60).code == "not_ours"
     for name in ("../own", "/etc", "..", ""):
-        assert node.refusal(DeleteModel(model=ModelName(name))).code == "model_not_found"
+        assert node.refusal(DeleteModel(model=ModelName(name)), 60).code == "model_not_found"
     assert own.exists()
     assert outside.exists()
 
@@ -287,7 +287,7 @@ def test_offline_uses_what_is_in_place(mesh_home: Path, tmp_path: Path, hub: Fak
     tiny_models.write_llm(tmp_path / "own.gguf")
     with launcher_node(mesh_home, tmp_path) as node:
         node.start(HF_ENDPOINT=hub.endpoint, HF_HUB_OFFLINE="1")
-        assert node.refusal(PullModel(model=f"{REPO}:Q8_0")).code == "offline"
+        assert node.refusal(PullModel(model=f"{REPO}:Q8_0"), 60).code == "offline"
         assert "already" in pull(node, "own").detail
         assert hub.asked == []
 
@@ -296,3 +296,14 @@ def test_huggingface_hub_is_never_imported_by_launcherd() -> None:
     code = "import sys, services.launcherd.daemon as _; print({'huggingface_hub', 'httpx2'} & set(sys.modules))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=REPOSITORY)
     assert ran.stdout.strip() == "set()"
+
+
+def test_a_silent_server_is_given_up_after_the_configured_time_and_asked_again(
+    mesh_home: Path, tmp_path: Path, hub: FakeHub
+) -> None:
+    hub.fault("stall", at=10_000)
+    with launcher_node(mesh_home, tmp_path) as node:
+        daemon = node.start(HF_ENDPOINT=hub.endpoint, MESH_DOWNLOAD_STALL_SECONDS="0.5")
+        assert pull(node, f"{REPO}:Q8_0").subject == "Real-Q8_0"
+        assert "code=stalled" in daemon.log()
+        assert hub.sent["Real-Q8_0.gguf"] == len(hub.repos[REPO]["Real-Q8_0.gguf"])
