@@ -129,7 +129,11 @@ class ModelStore:
                 name = self._name_of(model)
                 return await self._ask(lambda token: CancelAsked(token=token, name=name))
             case DeleteModel(model=model):
-                return await self._delete(model)
+                try:
+                    return await self._delete(model)
+                except OSError as error:
+                    words = f"{error.filename or model} cannot be deleted: {error.strerror}; fix its permissions"
+                    raise RequestRefused("not_deleted", words) from error
 
     async def _pull(self, request: PullModel) -> codec.Message:
         await self.library.scan()
@@ -156,6 +160,7 @@ class ModelStore:
         return Done(detail=f"{wanted.name} is registered, at {wanted.checkpoint}", subject=wanted.name)
 
     async def _delete(self, asked: str) -> Done:
+        """Raises: OSError, RequestRefused, NotOurs."""
         name = self._name_of(asked)
         if self._downloads.underway(name) is not None:
             raise RequestRefused(
@@ -176,13 +181,8 @@ class ModelStore:
         else:
             files = await asyncio.to_thread(deletable, model, self._paths.downloads)
             await self._unload(name)
-            try:
-                freed = await asyncio.to_thread(delete, files, self._paths.downloads)
-                await asyncio.to_thread(delete_partial, name, self._paths.downloads)
-            except OSError as error:
-                raise RequestRefused(
-                    "not_deleted", f"{error.filename or name} cannot be deleted: {error.strerror}; fix its permissions"
-                ) from error
+            freed = await asyncio.to_thread(delete, files, self._paths.downloads)
+            await asyncio.to_thread(delete_partial, name, self._paths.downloads)
             words = f"Deleted {name}: {size_words(freed)}."
         if mine:
             self.registry.forget(name)
