@@ -24,6 +24,10 @@ DEFAULT_PARALLEL = 4
 DEFAULT_CONTEXT_TOKENS = 16_384
 """Over all parallel requests: 4096 each for the default four. A larger share costs KV cache: 128 KiB per token
 for an 8B model."""
+EMBEDDED = "embedded"
+"""Kind of the engine that comes with meshd."""
+EMBEDDED_USAGE_STATUS = 2
+"""Its exit status for arguments that it cannot use. llama-server ends with 1, whatever it fails of."""
 ENGINE_MARK = "MESHD_ENGINE"
 """Environment variable of every engine process: the path of its record, so that a process can be told to be ours
 even if launcherd was killed before it could write down the pid."""
@@ -79,6 +83,8 @@ class EngineCommand:
     recipe: Recipe = BUILTIN_RECIPES[LLAMACPP]
     first_request: FirstRequest | None = None
     """Proves that the engine works; None: its readiness is enough."""
+    usage_status: int | None = None
+    """Exit status by which the engine says that its arguments are to blame; None: it has none of its own for that."""
 
     @property
     def type(self) -> ModelType:
@@ -170,6 +176,7 @@ def build_command(
         api_key=api_key,
         recipe=recipe,
         first_request=first_request(recipe, model.type, checkpoint or model.name),
+        usage_status=EMBEDDED_USAGE_STATUS if engine.kind == EMBEDDED else None,
     )
 
 

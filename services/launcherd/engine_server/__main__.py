@@ -1,7 +1,7 @@
 """Runs the embedded engine in this process: `python -m services.launcherd.engine_server -m FILE --port N …`.
 
-Exit status: 0 after SIGTERM or SIGINT once ready, 1 when the model cannot be served, 2 for a command line that is
-not understood, 3 when the wheel is not installed. SIGTERM while loading kills at once.
+Exit status: 0 after SIGTERM or SIGINT once ready, 1 when the model cannot be served, 2 for a command line that cannot
+be used (a flag, a value, a file it names), 3 when the wheel is not installed. SIGTERM while loading kills at once.
 """
 
 from __future__ import annotations
@@ -53,8 +53,12 @@ def _serve(binding: Any, arguments: ServerArguments) -> int:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         params = _params(binding, dict(arguments.settings))
+    except (OSError, UsageError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
         server = binding.Server(params)
-    except (RuntimeError, OSError, UsageError) as error:
+    except (RuntimeError, OSError) as error:
         # llama.cpp writes its log from a thread of its own and says there why it failed.
         time.sleep(LOG_FLUSH_SECONDS)
         print(f"error: {error}", file=sys.stderr)

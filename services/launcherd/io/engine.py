@@ -47,6 +47,7 @@ from shared.errors import (
     LoadFailed,
     LoadTimedOut,
     ModelFileMissing,
+    OptionRefused,
     StateNotWritable,
 )
 from shared.recipes import BUILTIN_RECIPES, LLAMACPP, Recipe
@@ -87,12 +88,14 @@ class EngineProcess:
         log_path: Path,
         recipe: Recipe = BUILTIN_RECIPES[LLAMACPP],
         first_request: FirstRequest | None = None,
+        usage_status: int | None = None,
     ) -> None:
         self.identity = identity
         self.address = address
         self.recipe = recipe
         self.log_path = log_path
         self._first_request = first_request
+        self._usage_status = usage_status
         self._model_parts = tuple(model_parts)
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[ExitStatus] = self._loop.create_future()
@@ -123,8 +126,8 @@ class EngineProcess:
     async def wait_ready(self, timeout_seconds: float, on_progress: OnProgress | None = None) -> None:
         """Returns once the engine is ready and has answered a first request, such as for one token.
 
-        The process runs on after a failure: stop it. Raises: ModelFileMissing, EnginePortTaken, EngineExited (with
-        the status), LoadTimedOut, LoadFailed (it answers, but not as it should).
+        The process runs on after a failure: stop it. Raises: ModelFileMissing, OptionRefused, EnginePortTaken,
+        EngineExited (with the status), LoadTimedOut, LoadFailed (it answers, but not as it should).
         """
         started = time.monotonic()
 
@@ -258,6 +261,8 @@ class EngineProcess:
             raise ModelFileMissing(f"the engine {status}: {missing} is gone")
         if port_in_use(self.address.host, self.address.port):
             raise EnginePortTaken(f"the engine {status}: another process took port {self.address.port} first")
+        if status.status is not None and status.status == self._usage_status:
+            raise OptionRefused(f"the engine cannot use its arguments{self._last_words()}")
         raise EngineExited(f"the engine {status} before it was ready{self._last_words()}", status.status)
 
     def _owns_port(self) -> bool | None:
@@ -314,6 +319,7 @@ async def start_engine(command: EngineCommand, log_path: Path) -> EngineProcess:
         log_path=log_path,
         recipe=command.recipe,
         first_request=command.first_request,
+        usage_status=command.usage_status,
     )
 
 

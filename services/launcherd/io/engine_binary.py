@@ -16,13 +16,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata, util
 
-from services.launcherd.command_line import Engine, EngineOptions
+from services.launcherd.command_line import EMBEDDED, Engine, EngineOptions
 from shared.config import EMBEDDED_BACKEND, PATH_BACKEND, EngineSection, NodeConfig
 from shared.errors import EngineMissing
 from shared.recipes import LLAMACPP, Recipe
 
 PROGRAM = "llama-server"
-EMBEDDED = "embedded"
 ASK_SECONDS = 20.0
 """A build with GPU support may look for devices before it says its version."""
 HOW_TO_GET_IT = (

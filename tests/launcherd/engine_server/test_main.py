@@ -46,9 +46,9 @@ def test_a_model_that_cannot_be_loaded_is_exit_status_1(call: Run, tmp_path: Pat
     assert "Traceback" not in done.stderr
 
 
-def test_a_template_file_that_is_missing_is_exit_status_1(call: Run, tmp_path: Path) -> None:
+def test_a_template_file_that_is_missing_is_exit_status_2(call: Run, tmp_path: Path) -> None:
     done = call("-m", "x", "--chat-template-file", str(tmp_path / "none"))
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "No such file" in done.stderr
 
 

@@ -20,7 +20,7 @@ from services.launcherd.io.engine import EngineProcess, free_port, start_engine
 from services.launcherd.io.engine_records import EngineRecord, EngineRecords
 from services.launcherd.io.launch import PORT_ATTEMPTS, launch_engine
 from services.launcherd.model_info import ModelFile
-from shared.errors import EngineExited, EnginePortTaken, LoadFailed, ModelFileMissing, StateNotWritable
+from shared.errors import EngineExited, EnginePortTaken, LoadFailed, ModelFileMissing, OptionRefused, StateNotWritable
 from tests.engines.scripted_engine import Script
 from tests.launcherd.conftest import until
 
@@ -227,3 +227,24 @@ def test_the_embedded_engine_reads_the_projector(
             )
         )
     assert "mmproj" in (tmp_path / "one.log").read_text()
+
+
+def test_arguments_that_the_embedded_engine_cannot_use_are_a_refused_option(
+    run: Run, tmp_path: Path, tiny: dict[str, ModelFile], small_options: EngineOptions, records: EngineRecords,
+    embedded: Engine,
+) -> None:  # fmt: skip
+    """docs/spec/slots.md 11: nothing is unloaded for a typing error. Told by the exit status, not by its words."""
+    for arguments in (("--no-such-flag",), ("--chat-template-file", str(tmp_path / "none"))):
+        with pytest.raises(OptionRefused, match="no-such-flag|No such file"):
+            run(
+                launch_engine(
+                    embedded,
+                    tiny["tiny-llm"],
+                    replace(small_options, extra_args=arguments),
+                    engine_id="one",
+                    records=records,
+                    log_path=tmp_path / "one.log",
+                    environ=os.environ,
+                    ready_timeout_seconds=20,
+                )
+            )
