@@ -235,7 +235,7 @@ def test_arguments_that_the_embedded_engine_cannot_use_are_a_refused_option(
 ) -> None:  # fmt: skip
     """docs/spec/slots.md 11: nothing is unloaded for a typing error. Told by the exit status, not by its words."""
     for arguments in (("--no-such-flag",), ("--chat-template-file", str(tmp_path / "none"))):
-        with pytest.raises(OptionRefused, match="no-such-flag|No such file"):
+        with pytest.raises(OptionRefused, match=r"no-such-flag|No such file"):
             run(
                 launch_engine(
                     embedded,
