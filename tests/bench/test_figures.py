@@ -128,8 +128,13 @@ def test_json_is_a_list_of_all_fields() -> None:
 
 
 def test_names_choose_parts() -> None:
-    assert parts_of(["proxy.bodies", "proxy.latency"]) == {"proxy": ["latency", "bodies"], "node": [], "tunnel": []}
-    assert parts_of([]) == parts_of(["proxy", "node", "tunnel"])
+    assert parts_of(["proxy.bodies", "proxy.latency"]) == {
+        "proxy": ["latency", "bodies"],
+        "node": [],
+        "tunnel": [],
+        "slots": [],
+    }
+    assert parts_of([]) == parts_of(["proxy", "node", "tunnel", "slots"])
     with pytest.raises(click.BadParameter, match=r"proxy\.latency"):
         parts_of(["proxies"])
 
