@@ -251,7 +251,8 @@ class Launcher:
                 return await self._engine_log(model, max(1, min(lines, LOG_LINES_LIMIT)))
             case ExplainSubject(subject=subject):
                 now = asyncio.get_running_loop().time()
-                return Explanation(sentences=explain(self.table.book, subject, now))
+                said = (*explain(self.table.book, subject, now), *self.store.explain(subject, now))
+                return Explanation(sentences=said)
             case ReloadConfig():
                 return await self._reload()
         raise RequestRefused("not_for_me", f"launcherd does not serve {type(request).__name__}")

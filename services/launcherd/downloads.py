@@ -83,6 +83,8 @@ class Download:
     bytes_total: int = 0
     best_bytes: int = 0
     samples: deque[tuple[float, int]] = field(default_factory=deque)
+    news_at: float = 0.0
+    """When its process spoke last."""
     published_at: float = -1.0
     dirty: bool = False
 
@@ -148,7 +150,7 @@ class Downloads:
             case ModelInstalled():
                 self._installed(stimulus)
             case Tick():
-                pass
+                self._notice_silence()
         self._next_turn()
         for download in self._all.values():
             if download.dirty and now >= download.published_at + PUBLISH_SECONDS:
@@ -160,6 +162,8 @@ class Downloads:
         times = [item.published_at + PUBLISH_SECONDS for item in self._all.values() if item.dirty]
         if self._active is None:
             times += [item.retry_at for item in self._all.values()]
+        elif self._active.samples:
+            times.append(self._active.news_at + RATE_WINDOW_SECONDS)
         return min(times, default=None)
 
     def snapshot(self) -> Iterator[DownloadChanged]:
@@ -171,6 +175,19 @@ class Downloads:
         """The download of a model, if there is one."""
         found = self._all.get(ModelName(name))
         return found.view() if found is not None else None
+
+    def explain(self, name: str, now: float) -> tuple[str, ...]:
+        """What a model waits for that is on its way; empty when it is not."""
+        found = self._all.get(ModelName(name))
+        if found is None:
+            return ()
+        checkpoint = found.checkpoint or found.wanted.checkpoint
+        words = f"{name} is on its way from {checkpoint}: {found.state}, {found.reason}."
+        if found.state == "downloading" and found.bytes_total:
+            words += f" {size_words(found.bytes_done)} of {size_words(found.bytes_total)} are here"
+            silent = now - found.news_at
+            words += f", nothing came for {silent:.0f} s." if silent >= RATE_WINDOW_SECONDS else "."
+        return (words,)
 
     def check_invariants(self) -> None:
         """Raises: AssertionError."""
@@ -254,6 +271,7 @@ class Downloads:
         download: Download,
         news: DownloadPlanned | DownloadProgressed | DownloadSucceeded | DownloadFailed | DownloadEnded,
     ) -> None:
+        download.news_at = self._now
         match news:
             case DownloadPlanned():
                 download.file_count, download.checkpoint = news.file_count, news.checkpoint
@@ -268,6 +286,13 @@ class Downloads:
                 download.outcome = download.outcome or news
             case DownloadEnded():
                 self._ended(download, news)
+
+    def _notice_silence(self) -> None:
+        """Nobody shall be shown a rate at which nothing comes any more."""
+        download = self._active
+        if download is not None and download.samples and self._now >= download.news_at + RATE_WINDOW_SECONDS:
+            download.samples.clear()
+            download.dirty = True
 
     def _progress(self, download: Download, news: DownloadProgressed) -> None:
         if news.bytes_done > download.best_bytes:

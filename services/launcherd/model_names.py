@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from services.launcherd.model_info import split_part_name
 from shared.ids import ModelName
+from shared.messages.models import SkippedFile
 
 
 def find_name(asked: str, known: Collection[ModelName]) -> ModelName | None:
@@ -21,8 +22,18 @@ def find_name(asked: str, known: Collection[ModelName]) -> ModelName | None:
     return None
 
 
-def not_found_words(asked: str, known: Collection[ModelName]) -> str:
+def skipped_words(asked: str, skipped: Iterable[SkippedFile]) -> str:
+    """Why the file that `asked` names is no model here; empty when no such file was skipped."""
+    for file in skipped:
+        if asked and (file.path == asked or file.path.rpartition("/")[2] in (asked, f"{asked}.gguf")):
+            return f"{file.path} was skipped: {file.reason}"
+    return ""
+
+
+def not_found_words(asked: str, known: Collection[ModelName], skipped: Iterable[SkippedFile] = ()) -> str:
     """Why there is no such model, and what to do."""
+    if words := skipped_words(asked, skipped):
+        return words
     shown = asked if len(asked) <= 200 else asked[:199] + "…"
     close = difflib.get_close_matches(shown, known, n=1, cutoff=0.5)
     if close:

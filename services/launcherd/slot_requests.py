@@ -39,7 +39,8 @@ class SlotRequests:
         book = self._book
         name = find_name(request.model, book.models)
         if name is None:
-            book.reply(token, Refused(code="model_not_found", detail=not_found_words(request.model, book.models)))
+            detail = not_found_words(request.model, book.models, book.skipped)
+            book.reply(token, Refused(code="model_not_found", detail=detail))
             return
         model = book.models[name]
         try:
@@ -74,7 +75,7 @@ class SlotRequests:
             known = {*book.models, *(slot.name for slot in slots)}
             name = find_name(request.model, known)
             if name is None:
-                detail = not_found_words(request.model, book.models)
+                detail = not_found_words(request.model, book.models, book.skipped)
                 book.reply(asked.token, Refused(code="model_not_found", detail=detail))
                 return
             slots = book.of(name)
@@ -119,7 +120,7 @@ class SlotRequests:
         if not book.config.configured:
             refused = Refused(code="idle", detail=IDLE_WORDS)
         elif name is None:
-            refused = Refused(code="model_not_found", detail=not_found_words(request.model, book.models))
+            refused = Refused(code="model_not_found", detail=not_found_words(request.model, book.models, book.skipped))
         elif not request.load and not any(slot.state in RUNNING for slot in slots):
             refused = Refused(code="not_loaded", detail=f"{name} is not loaded on this node")
         elif record is not None and record.cooling_seconds(book.now):
@@ -166,7 +167,7 @@ class SlotRequests:
         book, request = self._book, asked.request
         name = find_name(request.model, book.models.keys() | book.pinned | {slot.name for slot in book.slots.values()})
         if name is None:
-            detail = not_found_words(request.model, book.models)
+            detail = not_found_words(request.model, book.models, book.skipped)
             book.reply(asked.token, Refused(code="model_not_found", detail=detail))
             return
         book.pin(name, request.pinned)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from services.launcherd.model_names import find_name, not_found_words
+from services.launcherd.model_names import find_name, not_found_words, skipped_words
 from services.launcherd.slot import RUNNING, Slot
 from services.launcherd.slot_book import SlotBook
 from services.launcherd.slot_words import requests
@@ -45,9 +45,8 @@ def snapshot(book: SlotBook) -> Iterator[Snapshot]:
 
 def explain(book: SlotBook, subject: str, now: float) -> tuple[str, ...]:
     """Why a model is loaded, waits, failed, or is not here; empty when nothing is known about the subject."""
-    for skipped in book.skipped:
-        if subject and (skipped.path == subject or skipped.path.rpartition("/")[2] in (subject, f"{subject}.gguf")):
-            return (f"{skipped.path} was skipped: {skipped.reason}.",)
+    if skipped := skipped_words(subject, book.skipped):
+        return (f"{skipped}.",)
     names = book.models.keys() | {name for _, name, _ in book.history} | {slot.name for slot in book.slots.values()}
     by_slot = next((slot.name for slot in book.slots.values() if slot.slot_id == subject), None)
     name = by_slot or find_name(subject, names)

@@ -32,7 +32,7 @@ from services.launcherd.download_events import (
     StopDownload,
     Wanted,
 )
-from services.launcherd.downloads import DEATHS_LIMIT, RETRY_SECONDS, Downloads
+from services.launcherd.downloads import DEATHS_LIMIT, PUBLISH_SECONDS, RATE_WINDOW_SECONDS, RETRY_SECONDS, Downloads
 from shared.ids import ModelName
 from shared.io.drive import Tick
 from shared.messages.daemon import Done, Refused
@@ -204,7 +204,7 @@ def test_progress_is_told_four_times_a_second_and_a_new_file_at_once(machine: Ma
     machine.now = deadline
     machine.tell(Tick())
     assert machine.published("a")[-1].bytes_done == 300
-    assert machine.core.next_deadline() is None
+    assert machine.core.next_deadline() == pytest.approx(machine.now - PUBLISH_SECONDS + RATE_WINDOW_SECONDS)
 
 
 def test_the_rate_is_that_of_the_last_seconds(machine: Machine) -> None:
@@ -214,6 +214,8 @@ def test_the_rate_is_that_of_the_last_seconds(machine: Machine) -> None:
         machine.now += 1.0
         machine.progress(5_000_000 + step * 1_000)
     assert machine.published("a")[-1].bytes_per_second == pytest.approx(1_000)
+    machine.pass_time(RATE_WINDOW_SECONDS)
+    assert machine.published("a")[-1].bytes_per_second == 0
 
 
 def test_a_transient_failure_is_tried_again_after_a_growing_pause(machine: Machine) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from services.launcherd.model_names import find_name, not_found_words
 from shared.ids import ModelName
+from shared.messages.models import SkippedFile
 
 KNOWN = [ModelName(name) for name in ("qwen", "llama-8b", "with.dots.v1", "dir")]
 
@@ -40,3 +41,10 @@ def test_words_help() -> None:
     assert "meshctl models" in not_found_words("zzzzzz", KNOWN)
     assert "~/.models" in not_found_words("qwen", [])
     assert len(not_found_words("x" * 100_000, KNOWN)) < 500
+
+
+def test_a_file_that_was_skipped_is_not_just_unknown() -> None:
+    skipped = (SkippedFile(path="/m/half.gguf", reason="truncated"),)
+    for asked in ("half", "half.gguf", "/m/half.gguf"):
+        assert not_found_words(asked, KNOWN, skipped) == "/m/half.gguf was skipped: truncated"
+    assert "skipped" not in not_found_words("whole", KNOWN, skipped)

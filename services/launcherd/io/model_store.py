@@ -118,6 +118,16 @@ class ModelStore:
     def story(self, limit: int, now: float) -> tuple[StoryEntry, ...]:
         return self._drive.story(limit, now)
 
+    def explain(self, subject: str, now: float) -> tuple[str, ...]:
+        """Why a model is not here yet, or that it could be; empty where there is nothing to say."""
+        name = self._name_of(subject)
+        under_way = self._downloads.explain(name, now)
+        entry = self.registry.find(name)
+        if under_way or entry is None or name in self._on_disk:
+            return under_way
+        where = f"{name} is in the registry ({entry.checkpoint}), but not on this disk"
+        return (f"{where}: 'meshctl pull {name}' gets it.",)
+
     # -- requests --------------------------------------------------------------------------------------------
 
     async def handle(self, request: PullModel | CancelPull | DeleteModel) -> codec.Message:
