@@ -115,7 +115,7 @@ def own_recipes(found: NodeConfig) -> dict[str, Any]:
     return changed
 
 
-@config.command("set")
+@config.command("set", context_settings={"ignore_unknown_options": True})  # A value may be -1.
 @click.argument("key")
 @click.argument("value")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -112,7 +112,8 @@ class PinBody(_Body):
 class SetBody(_Body):
     """``POST internal/set``"""
 
-    max_loaded_models: int | list[int] | None = None
+    max_loaded_models: Any = None
+    """`set_limits` reads it: one refusal for whatever it may be."""
 
 
 B = TypeVar("B", bound=_Body)
@@ -208,8 +209,9 @@ def set_limits(body: SetBody) -> SetMaxLoadedModels:
     given = body.max_loaded_models
     if given is None:
         raise Failure(400, "missing_field", f"nothing to set; what can be set: {', '.join(SETTABLE)}")
-    limits = (given,) if isinstance(given, int) else tuple(given)
-    if not 1 <= len(limits) <= len(MODEL_TYPES) or any(limit < -1 or limit == 0 for limit in limits):
+    limits = tuple(given) if isinstance(given, list) else (given,)
+    wrong = any(type(limit) is not int or limit < -1 or limit == 0 for limit in limits)
+    if wrong or not 1 <= len(limits) <= len(MODEL_TYPES):
         raise Failure(
             400,
             "invalid_value",

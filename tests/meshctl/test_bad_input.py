@@ -266,3 +266,10 @@ def test_a_model_file_that_is_not_there(meshctl: Meshctl) -> None:
 @pytest.mark.parametrize("limits", ["0", "-2", "1 2 3 4 5 6", "many"])
 def test_limits_that_cannot_be(meshctl: Meshctl, limits: str) -> None:
     refused(meshctl("up", f"--max-loaded-models={limits}"), "--max-loaded-models", "-1 (no limit) or at least 1")
+
+
+def test_a_value_that_looks_like_an_option_is_a_value(meshctl: Meshctl, mesh_home: Path) -> None:
+    """docs/operating.md: -1 is no limit."""
+    assert meshctl("config", "set", "models.max_loaded_models", "-1").status == 0
+    assert "max_loaded_models = -1" in (mesh_home / "mesh.toml").read_text()
+    refused(meshctl("config", "set", "models.max_loaded_models", "-2"), "-1 (no limit) or at least 1")

@@ -268,6 +268,8 @@ def test_limits_that_cannot_be(given: Any) -> None:
         set_limits(read_body(SetBody, json.dumps({"max_loaded_models": given}).encode()))
     assert caught.value.status == 400
     assert "max_loaded_models" in caught.value.message
+    assert caught.value.param in ("max_loaded_models", None)
+    assert given is None or "-1 for no limit" in caught.value.message
 
 
 @pytest.mark.parametrize("body", [b'{"log_level":"debug"}', b'{"max_loaded_models":2,"log_level":"debug"}'])
