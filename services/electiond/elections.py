@@ -118,6 +118,8 @@ class Elections:
         self._memory = memory
         self._declined: dict[ModelName, str] = dict(memory.declined)
         self._held_by_owner = memory.held_by_owner
+        self._made_room: set[ModelName] = set()
+        """Evicted for a load that is not through yet."""
 
     def next_deadline(self) -> float | None:
         """When something is due without a further report: in seconds of the same clock as ``now``."""
@@ -264,7 +266,12 @@ class Elections:
             placed = self._assignments.get(slot.model)
             if placed is not None and placed.origin != "flag":
                 self._decline(slot.model, slot.reason)
-        elif slot.state == "ready" and slot.model not in self._assignments and slot.origin != "flag":
+            # What made room for it in vain may come back.
+            for model in self._made_room:
+                self._declined.pop(model, None)
+        if slot.state in ("failed", "ready"):
+            self._made_room.clear()
+        if slot.state == "ready" and slot.model not in self._assignments and slot.origin != "flag":
             # Also after a restart of electiond: what runs stays where it is.
             words = "asked for on this node" if slot.origin == "request" else "placed here by the mesh before"
             self._assign(Assignment(model=slot.model, origin=slot.origin, reason=words))
@@ -286,14 +293,14 @@ class Elections:
                 self._held_by_owner = True
             case "eviction" | "":
                 self._decline(slot.model, slot.reason)
+                self._made_room.add(slot.model)
             case "dropped":
                 if self._assignments[slot.model].origin == "request":
                     self._drop([slot.model])
-            case "replaced":
-                pass
 
     def _assign(self, assignment: Assignment) -> None:
         self._declined.pop(assignment.model, None)
+        self._made_room.discard(assignment.model)
         self._moved.discard(assignment.model)
         if assignment.origin in ("request", "flag"):
             self._held_by_owner = False

@@ -148,9 +148,9 @@ class Mesh:
         evicted = list(node.slots.values())
         node.slots = {model: slot(model, "loading", origin=origin)}
         node.loads.append((self.now, model))
+        self._slot(node, node.slots[model])
         for gone in evicted:
             self._tell(node, replace(gone, state="unloaded", ended_by="eviction", reason="made room"))
-        self._slot(node, node.slots[model])
         self._at(self.load, lambda: self._ready(node, model, origin))
 
     def _ready(self, node: MeshNode, model: str, origin: str) -> None:

@@ -227,9 +227,20 @@ def test_an_evicted_model_is_declined_but_the_node_is_not_held() -> None:
     machine.tell(slot("b", "unloaded", reason="makes room for a", ended_by="eviction"))
     assert machine.assigned == {}
     assert machine.why == "waits for a, which is being loaded already"
+    machine.tell(slot("a", "ready", origin="request"))
+    assert machine.assigned == {"a": "request"}
+    machine.tell(slot("a", "unloaded", slot_id="a", ended_by="idle", reason="unused"))
+    assert "b" not in machine.assigned
+
+
+def test_what_made_room_in_vain_comes_back() -> None:
+    """The load that it was evicted for failed: the node must not stay empty until somebody asks."""
+    machine = settled(slot("b", "ready"), a=GB, b=2 * GB, c=GB)
+    machine.tell(slot("a", "queued", origin="request"))
+    machine.tell(slot("b", "unloaded", reason="makes room for a", ended_by="eviction"))
     machine.tell(slot("a", "failed", origin="request", reason="crashed"))
-    assert machine.assigned == {"c": "allocation"}, "neither what was evicted nor what has just failed"
-    assert machine.memory == Memory(declined=((name("b"), "makes room for a"),))
+    assert machine.assigned == {"b": "allocation"}, "not what has just failed"
+    assert machine.memory == Memory()
 
 
 def test_a_request_ends_the_hold() -> None:
