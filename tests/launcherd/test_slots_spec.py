@@ -441,3 +441,35 @@ def test_nothing_is_unloaded_before_the_holders_have_spoken() -> None:
     assert not after.stopping
     after.advance(0.2)
     assert set(after.stopping.values()) == {"a"}
+
+
+# -- what has only begun to go -----------------------------------------------------------------------------------
+
+
+def test_what_has_only_begun_to_go_is_kept() -> None:
+    """25. A model that has only begun to go, for another one or because it was unused, and is wanted again when that
+    load's turn comes, is kept as it is; so is one whose place is not needed any more, and one that is pinned
+    meanwhile."""
+    world = World(config(idle_minutes=10))
+    slot_id = world.bring_up("a")
+    assert world.granted(world.acquire("a"))
+    gone = world.acquire("b")
+    assert world.state("a") == "draining"
+    world.gone(gone)  # Its place is not needed any more.
+    assert world.state("a") == "ready"
+    world.load("b")
+    world.pin("a")
+    assert world.state("a") == "ready"
+    world.pin("a", False)
+    world.report(a=(2, 0, 1))
+    world.advance(4)  # The holder keeps its credit, so that the model, unused, can only begin to go.
+    world.live_for(0.5)
+    world.reconfigure(config(idle_minutes=0.0001))
+    world.report(a=(2, 0, 1))
+    world.advance(0.1)
+    assert world.state("a") == "draining"
+    wanted = world.acquire("a", "another")
+    world.give_back(slot_id)
+    assert world.granted(wanted)
+    assert not world.loading
+    assert world.slots[slot_id].state == "ready"
