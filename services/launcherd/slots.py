@@ -319,7 +319,9 @@ class SlotTable:
         slot = self.book.slots.get(suspicion.slot_id)
         if slot is not None and slot.state in RUNNING and not slot.suspected:
             slot.suspected = True
-            slot.reason = "does not answer; it is asked whether it lives"
+            if slot.state == "ready":
+                # Most are just long at work. One that drains goes on saying for whom it goes.
+                slot.reason = "has sent nothing for a while; its engine is asked whether it lives"
             self.book.note(slot.name, f"its engine was reported as not answering: {suspicion.detail[:300]}")
             if not slot.probing:
                 self._probe(slot, eager=True)

@@ -81,6 +81,8 @@ def test_a_suspected_victim_still_serves_what_came_before_it() -> None:
     assert not world.stopping
     world.healthy("a")
     assert world.granted(waiting)
+    world.suspect("a")
+    assert world.slot("a").reason == "makes room for b", "still said while it is asked whether it lives"
     world.give_back(a)
     assert world.stopping
 
