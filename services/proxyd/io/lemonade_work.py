@@ -41,11 +41,12 @@ from services.proxyd.replies import STREAM_TYPE, Failure, to_json
 from services.proxyd.resolution import IDLE
 from services.proxyd.routes import LemonadeRoute
 from shared.codec import Message, decode
+from shared.config import type_limit
 from shared.errors import DaemonUnreachable, RequestRefused, SchemaError
 from shared.ids import ModelName
 from shared.messages.daemon import Done, GetSnapshot, Snapshot
 from shared.messages.downloads import CancelPull, DownloadChanged, PullModel
-from shared.messages.models import ModelLoaded
+from shared.messages.models import MODEL_TYPES, ModelLoaded
 
 BODY_LIMIT_BYTES = 1024 * 1024
 WORK_SECONDS = 23 * 3600.0
@@ -159,9 +160,10 @@ class LemonadeWork:
 
     async def _set(self, body: SetBody) -> dict[str, Any]:
         message = set_limits(body)
-        before = self._local.limits
+        wanted = {type: type_limit(message.limits, type) for type in MODEL_TYPES}
         await self._ask(message, DECIDE_SECONDS)
-        await self._mirrored(lambda: self._local.limits is not before)
+        # Not said again where nothing changes.
+        await self._mirrored(lambda: self._local.limits == wanted)
         limits = message.limits
         return {"status": "success", "updated": {"max_loaded_models": limits[0] if len(limits) == 1 else list(limits)}}
 
