@@ -13,6 +13,7 @@ from typing import Any
 import openai
 import pytest
 
+from services.proxyd.io.lemonade_work import MIRROR_SECONDS
 from shared.errors import RequestRefused
 from shared.ids import ModelName
 from shared.messages.downloads import (
