@@ -237,11 +237,17 @@ class Launcher:
                 return self._checked(await self._ask(lambda token: LoadAsked(token=token, request=request)))
             case UnloadModel():
                 return await self._ask(lambda token: UnloadAsked(token=token, request=request))
-            case PinModel(model=model):
+            case PinModel(model=model, pinned=pinned):
                 await self._look_for(model)
-                return await self._ask(lambda token: PinAsked(token=token, request=request))
-            case SetMaxLoadedModels():
-                return await self._ask(lambda token: LimitsAsked(token=token, request=request))
+                reply = await self._ask(lambda token: PinAsked(token=token, request=request))
+                if isinstance(reply, Done):
+                    log.info("model_pinned" if pinned else "model_unpinned", model=model)
+                return reply
+            case SetMaxLoadedModels(limits=limits):
+                reply = await self._ask(lambda token: LimitsAsked(token=token, request=request))
+                if isinstance(reply, Done):
+                    log.info("limits_set", max_loaded_models=" ".join(map(str, limits)))
+                return reply
             case PullModel() | CancelPull() | DeleteModel():
                 return await self.store.handle(request)
             case RescanModels():

@@ -102,7 +102,8 @@ class SlotRequests:
                 book.drop(slot, reason, by)
         pending = [slot for slot in slots if slot.slot_id in book.slots]
         if not slots:
-            book.reply(asked.token, Done(detail=f"{request.model or 'no model'} is not loaded: nothing to do"))
+            what = f"{request.model} is not loaded" if request.model else "no model is loaded"
+            book.reply(asked.token, Done(detail=f"{what}: nothing to do"))
         elif pending and request.wait:
             book.unloads[asked.token] = {slot.slot_id for slot in pending}
         else:

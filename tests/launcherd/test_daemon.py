@@ -26,7 +26,9 @@ from shared.messages.models import (
     GetEngineLog,
     InventoryChanged,
     LoadModel,
+    PinModel,
     RescanModels,
+    SetMaxLoadedModels,
     UnloadModel,
 )
 from shared.paths import NodePaths
@@ -53,6 +55,12 @@ def test_load_lease_and_chat_with_a_real_model(node: LauncherNode) -> None:
     assert node.load("tiny-llm").slot_id == loaded.slot_id
     assert "1 model loaded" in node.ask(GetDaemonInfo()).state
     assert "loaded in" in node.why("tiny-llm")
+    node.ask(PinModel(model=ModelName("tiny-llm"), pinned=True))
+    node.ask(SetMaxLoadedModels(limits=(2, -1)))
+    daemon = node.daemon
+    assert daemon is not None
+    wait_until(lambda: "event=model_pinned model=tiny-llm" in daemon.log(), 5, "the pin is logged")
+    wait_until(lambda: 'event=limits_set max_loaded_models="2 -1"' in daemon.log(), 5, "the limits are logged")
 
 
 def test_a_request_loads_its_model_and_displaces_the_idle_one(node: LauncherNode) -> None:

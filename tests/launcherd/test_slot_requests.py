@@ -89,3 +89,11 @@ def test_limits_are_told_with_their_reason() -> None:
     said = [message for message in world.published if isinstance(message, LimitsChanged)]
     assert said[-1].max_loaded_models == (3, 1, 1, 1, 1)
     assert "set while the node runs" in said[-1].reason
+
+
+def test_unloading_where_nothing_is_loaded_is_said_in_words() -> None:
+    world = World()
+    for name, words in ((None, "no model is loaded"), ("a", "a is not loaded")):
+        answer = world.reply(world.unload(name))
+        assert isinstance(answer, Done)
+        assert answer.detail == f"{words}: nothing to do"
