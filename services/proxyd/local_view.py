@@ -136,11 +136,13 @@ class LocalView:
         return tuple(difflib.get_close_matches(name[:64], known, n=3, cutoff=0.4))
 
     def download_of(self, *names: str) -> DownloadChanged | None:
-        """The newest word on a download that goes by one of these names: the model's, or where it comes from."""
-        wanted = {name for name in names if name}
-        for download in reversed(self.downloads.values()):
-            if download.model in wanted or download.checkpoint in wanted:
-                return download
+        """The newest word on a download that goes by one of these names, the first first: the model's, or where it
+        comes from, as a repository also without the quantisation that was chosen there."""
+        for name in filter(None, names):
+            for download in reversed(self.downloads.values()):
+                repository = download.checkpoint.rpartition(":")[0]
+                if name in (download.model, download.checkpoint, repository):
+                    return download
         return None
 
 

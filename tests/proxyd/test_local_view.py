@@ -75,7 +75,7 @@ def test_a_download_goes_by_its_name_or_its_source() -> None:
     view = LocalView()
     view.apply(download("m", "downloading"), now=0)
     view.apply(download("other", "downloading", "else/where"), now=0)
-    for names in (("m",), ("org/repo:Q4",), ("user.x", "org/repo:Q4")):
+    for names in (("m",), ("org/repo:Q4",), ("user.x", "org/repo:Q4"), ("", "org/repo"), ("m", "else/where")):
         found = view.download_of(*names)
         assert found is not None
         assert found.model == "m"

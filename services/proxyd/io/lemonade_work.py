@@ -199,8 +199,9 @@ class LemonadeWork:
         task = asyncio.get_running_loop().create_task(self._ask(pull, WORK_SECONDS), name=f"pull {pull.model}")
         return task, began
 
-    def download(self, pull: PullModel) -> DownloadChanged | None:
-        return self._local.download_of(pull.model, pull.checkpoint)
+    def download(self, pull: PullModel, name: str = "") -> DownloadChanged | None:
+        """``name``: what launcherd calls the model, where that is known already."""
+        return self._local.download_of(name, pull.model, pull.checkpoint)
 
     async def end_pull(self, pull: PullModel, name: str, *, cancel: bool) -> None:
         """The stream has ended. ``cancel``: its client went away before the download, of ``name``, was done."""
@@ -257,7 +258,7 @@ class _PullStream:
 
     async def _tell_news(self) -> None:
         now = time.monotonic()
-        download = self._api.download(self._pull)
+        download = self._api.download(self._pull, self._told.model if self._told is not None else "")
         # What an earlier download of the same model came to is no news.
         if download is not None and not is_ended(download) and download != self._told:
             self._told = download
@@ -271,7 +272,7 @@ class _PullStream:
         except Failure as failure:
             await self._event("error", {"error": failure.message, "code": failure.code}, more=False)
         else:
-            await self._event("complete", lemonade.complete(name, self._api.download(self._pull)), more=False)
+            await self._event("complete", lemonade.complete(name, self._api.download(self._pull, name)), more=False)
 
     async def _event(self, name: str, data: dict[str, Any], *, more: bool = True) -> None:
         await self._put(b"event: %b\ndata: %b\n\n" % (name.encode(), to_json(data)), more=more)
