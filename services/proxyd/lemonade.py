@@ -193,7 +193,9 @@ def model_facts(view: LocalView, local: LocalModel | None, registered: Registere
     assert named is not None
     size = local.file_size_bytes if local is not None else registered.size_bytes if registered is not None else 0
     labels = tuple(dict.fromkeys((*(registered.labels if registered else ()), *(local.labels if local else ()))))
+    # Of a file that somebody put there himself its name, as `health` shows it.
     checkpoint = (local.checkpoint if local else "") or (registered.checkpoint if registered else "")
+    checkpoint = checkpoint or (local.path if local else "")
     facts: dict[str, Any] = {
         "id": named.name if local is None else view.mesh_name(local.name),
         "checkpoint": shown_checkpoint(checkpoint),

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError
 
-from services.proxyd.lemonade import unknown_model
+from services.proxyd.lemonade import model_facts, unknown_model
 from services.proxyd.local_view import LocalView
 from services.proxyd.replies import Failure
 from shared.errors import RequestRefused
@@ -286,13 +286,14 @@ def failure_of(error: RequestRefused) -> Failure:
 
 def dump_load(plan: LoadPlan, view: LocalView) -> dict[str, Any]:
     """The answer of a load that succeeded."""
-    source = view.inventory.get(plan.load.model) or view.registry.get(plan.load.model)
+    local, registered = view.inventory.get(plan.load.model), view.registry.get(plan.load.model)
+    facts = model_facts(view, local, registered) if local or registered else {}
     name = view.mesh_name(plan.load.model)
     return {
         "status": "success",
         "model_name": name,
-        "checkpoint": source.checkpoint if source is not None else "",
-        "recipe": source.recipe if source is not None else "",
+        "checkpoint": facts.get("checkpoint", ""),
+        "recipe": facts.get("recipe", ""),
         "message": f"Loaded model: {name}",
         **({"ignored": list(plan.ignored)} if plan.ignored else {}),
     }

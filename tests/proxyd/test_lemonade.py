@@ -198,6 +198,7 @@ def test_models_on_the_disk_and_the_whole_registry() -> None:
     }
     assert (shown["large"]["downloaded"], shown["large"]["suggested"], shown["large"]["size"]) == (False, True, 70.0)
     assert (shown["found"]["suggested"], "size" in shown["found"]) == (False, False)
+    assert shown["found"]["checkpoint"] == "found.gguf"
     assert (shown["user.mine"]["suggested"], shown["user.mine"]["recipe"]) == (False, "whispercpp")
     assert model_entry(local, "large") == shown["large"]
     assert model_entry(local, "qwen.gguf") == shown["qwen"]

@@ -102,6 +102,12 @@ def test_sampling_fields_never_become_options_of_an_engine() -> None:
     assert dump_load(made, view())["ignored"] == list(made.ignored)
 
 
+def test_a_loads_answer_names_the_checkpoint_and_not_where_it_lies() -> None:
+    """docs/spec/lemonade.md 12."""
+    assert dump_load(plan(model_name="here"), view())["checkpoint"] == "org/here:Q4"
+    assert dump_load(plan(model_name="whisper"), view())["checkpoint"] == "w.bin"
+
+
 @settings(max_examples=30)
 @given(st.dictionaries(st.text(max_size=20), st.recursive(st.none() | st.integers() | st.text(), st.lists), max_size=6))
 def test_whatever_a_body_holds_only_known_fields_have_an_effect(fields: dict[str, Any]) -> None:
