@@ -12,7 +12,7 @@ import click
 from services.meshctl.completion import complete_model
 from services.meshctl.node import Node
 from services.meshctl.output import age, clean, console, print_json, size, table
-from services.meshctl.pull import registered_model, registry
+from services.meshctl.pull import can_be_pulled, registered_model, registry
 from shared.errors import MeshError
 from shared.ids import ModelName
 from shared.messages.daemon import Done, ExplainSubject, Explanation
@@ -187,6 +187,9 @@ def rm(model: str, yes: bool, as_json: bool) -> None:
     node.running()
     found = next((known for known in node.status().models if known.name == model and known.on_disk_here), None)
     if not yes:
+        begun = (node.paths.downloads / ".partial" / model).exists()
+        if found is None and not begun and not can_be_pulled(node, model):
+            find_model(node.status(), model)
         what = f"{model}, {size(found.size_bytes)}" if found is not None and found.size_bytes else model
         click.confirm(f"Delete {clean(what)}?", abort=True)
     reply = node.ask("launcherd", DeleteModel(model=ModelName(model)), deadline_seconds=UNLOAD_SECONDS)

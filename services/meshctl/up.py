@@ -20,6 +20,7 @@ from services.meshctl.http_client import answers
 from services.meshctl.leftovers import locked_daemons
 from services.meshctl.machine import bind_problem, describe, engine_found, port_owners, wanted_ports
 from services.meshctl.node import Node, checked_home, listens, make_folder, wait_until
+from services.meshctl.option_values import checked_args, checked_limits
 from services.meshctl.output import Waiting, age, clean, print_json, progress, size
 from services.meshctl.pull import can_be_pulled, pull_model
 from services.meshctl.reload import Reloaded, reload_daemons, say_reloaded
@@ -69,10 +70,18 @@ class StartFailed(MeshError):
     help="Search this folder for .gguf files too; repeatable.",
 )
 @click.option(
-    "--max-loaded-models", metavar="N…", help="One number, or one per type: llm embedding reranking audio image."
+    "--max-loaded-models",
+    metavar="N…",
+    callback=checked_limits,
+    help="One number, or one per type: llm embedding reranking audio image.",
 )
 @click.option("--ctx-size", type=click.IntRange(min=0), metavar="N", help="Context of a model, over all its requests.")
-@click.option("--llamacpp-args", metavar="ARGS", help="Further options for llama.cpp, in one quoted text.")
+@click.option(
+    "--llamacpp-args",
+    metavar="ARGS",
+    callback=checked_args,
+    help="Further options for llama.cpp, in one quoted text.",
+)
 @click.option("--llamacpp-backend", metavar="NAME", help="Build of llama.cpp: embedded, path, or one of mesh.toml.")
 @click.option(
     "--client/--no-client",

@@ -265,7 +265,17 @@ def test_a_model_file_that_is_not_there(meshctl: Meshctl) -> None:
 
 @pytest.mark.parametrize("limits", ["0", "-2", "1 2 3 4 5 6", "many"])
 def test_limits_that_cannot_be(meshctl: Meshctl, limits: str) -> None:
-    refused(meshctl("up", f"--max-loaded-models={limits}"), "--max-loaded-models", "-1 (no limit) or at least 1")
+    ran = meshctl("up", f"--max-loaded-models={limits}")
+    assert (ran.status, "-1 (no limit) or at least 1" in ran.err) == (2, True), ran.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("--host 0.0.0.0", "meshd chooses where the engine listens"), ("'", "is not closed")]
+)
+def test_arguments_for_the_engine_that_cannot_be(meshctl: Meshctl, mesh_home: Path, text: str, words: str) -> None:
+    ran = meshctl("up", "--llamacpp-args", text)
+    assert (ran.status, words in ran.err, "mesh.toml" in ran.err) == (2, True, False), ran.err
+    nothing_started(mesh_home)
 
 
 def test_a_value_that_looks_like_an_option_is_a_value(meshctl: Meshctl, mesh_home: Path) -> None:

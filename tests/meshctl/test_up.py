@@ -79,7 +79,7 @@ def test_what_the_daemons_would_refuse_is_refused_before_anything_is_written(
 ) -> None:
     """docs/spec/options.md 7: options that meshd owns are refused."""
     monkeypatch.setenv("MESH_HOME", str(mesh_home))
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises((ConfigError, click.BadParameter)) as refused:
         CliRunner().invoke(up, words, standalone_mode=False, catch_exceptions=False)
-    assert said in refused.value.detail
+    assert said in str(refused.value)
     assert not (mesh_home / "mesh.toml").exists()

@@ -23,6 +23,7 @@ from services.proxyd.io.exchange import ClientGone
 from services.proxyd.lemonade_requests import (
     DeleteBody,
     LoadBody,
+    LoadPlan,
     PinBody,
     PullBody,
     SetBody,
@@ -46,12 +47,15 @@ from shared.errors import DaemonUnreachable, RequestRefused, SchemaError
 from shared.ids import ModelName
 from shared.messages.daemon import Done, GetSnapshot, Snapshot
 from shared.messages.downloads import CancelPull, DownloadChanged, PullModel
-from shared.messages.models import MODEL_TYPES, ModelLoaded
+from shared.messages.models import MODEL_TYPES, ModelLoaded, RescanModels
 
 BODY_LIMIT_BYTES = 1024 * 1024
 WORK_SECONDS = 23 * 3600.0
 """A load waits for busy models, and a download for its bytes, however long they take; the bus allows a day."""
 DECIDE_SECONDS = 10.0
+SCAN_SECONDS = 5.0
+NEWS_SECONDS = 0.1
+"""A scan that found something is published before it is answered; one that found nothing is not published."""
 EVENT_SECONDS = 0.2
 """How often a stream looks for news of its download."""
 KEEP_ALIVE_SECONDS = 15.0
@@ -100,7 +104,7 @@ class LemonadeWork:
     async def _load(self, body: LoadBody, scope: Scope, receive: Receive) -> dict[str, Any]:
         if self._idle():
             raise Failure(IDLE.status, IDLE.code, IDLE.message, retry_after_seconds=IDLE.retry_after_seconds)
-        plan = plan_load(body, self._local)
+        plan = await self._plan(body)
         if plan.pull is not None:
             self._require_change(scope)
             done = await self._ask_while_connected(plan.pull, receive)
@@ -109,6 +113,21 @@ class LemonadeWork:
         if isinstance(loaded, ModelLoaded):
             await self._mirrored(lambda: loaded.slot_id in self._local.slots and self._runs(loaded.model))
         return dump_load(plan, self._local)
+
+    async def _plan(self, body: LoadBody) -> LoadPlan:
+        """What a load takes. Of a model that nobody knows the file may have come a moment ago. Raises: Failure."""
+        try:
+            return plan_load(body, self._local)
+        except Failure as failure:
+            if failure.status != 404:
+                raise
+            before = self._local.inventory
+            try:
+                await self._ask(RescanModels(), SCAN_SECONDS)
+            except Failure:
+                raise failure from None
+        await self._mirrored(lambda: self._local.inventory is not before, NEWS_SECONDS)
+        return plan_load(body, self._local)
 
     async def _unload(self, body: UnloadBody, receive: Receive) -> dict[str, Any]:
         message = unload_message(body, self._local)
@@ -131,9 +150,9 @@ class LemonadeWork:
         view.replace(_published(snapshot), now=0.0)
         return any(seen.slot.model == model for seen in view.slots.values())
 
-    async def _mirrored(self, is_so: Callable[[], bool]) -> None:
+    async def _mirrored(self, is_so: Callable[[], bool], seconds: float = MIRROR_SECONDS) -> None:
         """Until the mirror knows of what launcherd has just done: who asks `health` next finds it there."""
-        until = time.monotonic() + MIRROR_SECONDS
+        until = time.monotonic() + seconds
         while True:
             if is_so() or time.monotonic() >= until:
                 return

@@ -38,10 +38,16 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
 
 
 @pytest.fixture(scope="module")
-def plane(hub: FakeHub) -> Iterator[Plane]:
+def models_folder() -> Iterator[Path]:
     home = Path(tempfile.mkdtemp(prefix="mesh-", dir="/tmp"))
-    models = home / "models"
-    models.mkdir()
+    (home / "models").mkdir()
+    yield home / "models"
+    shutil.rmtree(home, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def plane(hub: FakeHub, models_folder: Path) -> Iterator[Plane]:
+    models, home = models_folder, models_folder.parent
     write_llm(models / "one.gguf")
     write_llm(models / "two.gguf")
     write_embedding(models / "embed.gguf")
@@ -57,7 +63,14 @@ def plane(hub: FakeHub) -> Iterator[Plane]:
     finally:
         print(launcherd.log())
         launcherd.end()
-        shutil.rmtree(home, ignore_errors=True)
+
+
+def test_a_file_that_has_just_come_can_be_loaded_at_once(plane: Plane, models_folder: Path) -> None:
+    """docs/spec/lemonade.md 16: a load looks again before it says that there is no such model."""
+    write_llm(models_folder / "fresh.gguf", seed=3)
+    status, answer = ask(plane, "POST", "load", {"model_name": "fresh"})
+    assert (status, answer["model_name"]) == (200, "fresh"), answer
+    assert ask(plane, "POST", "unload", {"model_name": "fresh"})[0] == 200
 
 
 def ask(plane: Plane, method: str, path: str, body: Any = None) -> tuple[int, Any]:
