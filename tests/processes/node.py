@@ -39,7 +39,7 @@ def wait_for(condition: Callable[[], Any], seconds: float, what: str) -> Any:
         if value:
             return value
         assert time.monotonic() < deadline, f"{what} did not happen within {seconds:g} s"
-        time.sleep(0.02)
+        time.sleep(0.05)  # Asking a node costs it and this process some milliseconds of a core.
 
 
 def processes_of(home: Path) -> list[psutil.Process]:
