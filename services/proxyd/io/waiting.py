@@ -191,7 +191,9 @@ class TurnWait:
         if peer_id != self._view.self_id and isinstance(error, RequestRefused):
             detail = f"{self._view.node_name(peer_id)}: {error.detail}"
             self._refusal = RequestRefused(error.code, detail, error.retry_after_seconds)
-        if again or (isinstance(wanted, Ready) and not self._others(wanted)):
+        unloaded = isinstance(error, RequestRefused) and error.code == "unloaded" and not isinstance(wanted, Ready)
+        # A person has just unloaded it: asking again would undo that.
+        if again or unloaded or (isinstance(wanted, Ready) and not self._others(wanted)):
             raise self._refusal from None
 
     def _others(self, wanted: Ready) -> bool:

@@ -85,6 +85,20 @@ def test_what_launcherd_refuses_fails_at_once(plane: Plane, code: str, status: i
         assert headers["retry-after"] == "7"
 
 
+def test_who_waits_for_a_model_that_its_owner_unloads_does_not_load_it_again(plane: Plane) -> None:
+    plane.declare("m")
+    plane.slot("m", "loading")
+    result = in_background(plane.chat)
+    wait_for_waiting(plane)
+    words = "m was unloaded while the request waited for it"
+    plane.call(lambda: plane.launcherd.waiting.pop()[1].set_exception(RequestRefused("unloaded", words)))
+    wait_until(lambda: result, 5, "it is answered")
+    status, _, answer = result[0]  # type: ignore[misc]
+    assert (status, json.loads(answer)["error"]["code"]) == (503, "unloaded")
+    assert words in json.loads(answer)["error"]["message"]
+    assert plane.placements == [], "nobody is asked where else it could be loaded"
+
+
 def test_a_full_queue_is_429_with_retry_after(mesh_home: Path) -> None:
     with running_plane(mesh_home, queue_limit=2) as plane:
         plane.declare("m")
