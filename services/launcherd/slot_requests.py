@@ -87,7 +87,7 @@ class SlotRequests:
             if slot.state in ("queued", "loading", "restarting"):
                 words = f"{slot.name} was unloaded while the request waited for it; ask again to load it"
                 for waiter in list(book.leases.line(slot.name)):
-                    self.refuse(waiter, "unloaded", words)
+                    self.refuse(waiter, "client" if asked.of_client else "unloaded", words)
             if slot.state == "ready":
                 book.start_drain(slot, Drain(by, book.next_order(), reason))
             elif slot.state == "draining" and slot.drain is not None:

@@ -43,6 +43,22 @@ def test_a_load_pins_and_unpins_a_model_that_is_loaded_without_reloading_it() ->
     assert not world.stop_order
 
 
+def test_who_waits_on_a_node_that_becomes_a_client_is_told_so_and_may_ask_another() -> None:
+    """Refused as "unloaded" the request would end: its owner wants it gone. A client only wants it elsewhere."""
+    world = World()
+    for of_client, code in ((False, "unloaded"), (True, "client")):
+        waiting = world.acquire("a")
+        assert world.loading
+        if of_client:
+            world.become_client()
+        else:
+            world.unload("a", wait=False)
+        answer = world.reply(waiting)
+        assert isinstance(answer, Refused)
+        assert answer.code == code
+        world.stopped("a")
+
+
 def test_pins_survive_a_crash() -> None:
     world = World()
     world.bring_up("a")
