@@ -76,7 +76,8 @@ class _Entry:
                 name=name,
                 type="llm",
                 status="needs_capacity",
-                reason=f"{name} is asked for but no node has its file; put {name}.gguf into a models folder",
+                reason=f"{name} is asked for but no node has its file; put {name}.gguf into a models folder, or get it "
+                "with 'meshctl pull'",
                 requested=True,
             )
         model = holders[0].models[name]

@@ -487,7 +487,7 @@ class Elections:
     def _why_unplaceable(self, name: ModelName) -> str:
         holders = [node for node in self._nodes if node.has(name)]
         if not holders:
-            return f"no node has the file of {name}; put {name}.gguf into a models folder"
+            return f"no node has the file of {name}; put {name}.gguf into a models folder, or use 'meshctl pull'"
         if any(node.fits(node.models[name]) for node in holders):
             return next(model for model in self.catalog.models if model.name == name).reason
         return f"{name} {too_large_words(holders[0].models[name], holders, self._nodes, self._near)}"

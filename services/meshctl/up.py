@@ -29,6 +29,7 @@ from shared.errors import MeshError, StateError
 from shared.io.keys_file import load_keys
 from shared.llamacpp_args import split_args
 from shared.messages.downloads import PullModel
+from shared.messages.models import RescanModels
 from shared.node_status import DaemonStatus, NodeStatus
 from shared.paths import IPC_PATH_LIMIT_BYTES, LONGEST_SOCKET, REPOSITORY
 from shared.status_view import to_jsonable
@@ -39,6 +40,7 @@ READY_SECONDS = 60.0
 ORPHAN_SECONDS = 15.0
 """Daemons notice that their supervisord was killed, and finish what they were doing."""
 FAILED_STARTS = 3
+RESCAN_SECONDS = 300.0
 DEFAULT_MODELS_FOLDER = Path("~/.models")
 CLIENT_WITH_MODEL = "--client serves nothing, --model serves one: give one of them"
 LOW_DISK_BYTES = 200 * 1024**2
@@ -186,9 +188,11 @@ def fetch_missing(node: Node, models: Sequence[str]) -> Reloaded | None:
     Raises: MeshError that says why one could not be had. The node runs then, and serves the rest.
     """
     names: dict[str, str] = {}
+    if models and not _on_disk(node).issuperset(node.config.models.serve):
+        # A file may have come a moment ago.
+        node.ask("launcherd", RescanModels(), deadline_seconds=RESCAN_SECONDS)
     for model in models:
-        here = {known.name for known in node.status().models if known.on_disk_here}
-        if model not in here and can_be_pulled(node, model):
+        if model not in _on_disk(node) and can_be_pulled(node, model):
             names[model] = pull_model(node, PullModel(model=model)).subject
     if not names:
         return None
@@ -197,6 +201,10 @@ def fetch_missing(node: Node, models: Sequence[str]) -> Reloaded | None:
     written = update_config(node.paths.config_file, node.environ, changes)
     node.__dict__.pop("config", None)
     return reload_daemons(node) if written else None
+
+
+def _on_disk(node: Node) -> set[str]:
+    return {known.name for known in node.status().models if known.on_disk_here}
 
 
 def engine_changes(ctx_size: int | None, args: str | None, backend: str | None) -> Changes:

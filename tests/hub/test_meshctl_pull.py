@@ -94,6 +94,16 @@ def test_up_pulls_a_model_that_is_to_be_served(node: HubNode) -> None:
     node.meshctl("config", "set", "models.serve", "[]")
 
 
+def test_up_finds_a_file_that_has_just_come(node: HubNode, tiny_files: dict[str, bytes]) -> None:
+    assert "'meshctl pull'" in node.meshctl("up", "--model", "fresh").stdout
+    (node.home / "mine" / "fresh.gguf").write_bytes(tiny_files["Real-Q8_0.gguf"])
+    status = json.loads(node.meshctl("up", "--model", "fresh", "--json").stdout)["status"]
+    assert [model["on_disk_here"] for model in status["models"] if model["name"] == "fresh"] == [True]
+    node.meshctl("config", "set", "models.serve", "[]")
+    node.meshctl("unload", "fresh")
+    (node.home / "mine" / "fresh.gguf").unlink()
+
+
 def test_pull_load_and_answer(node: HubNode) -> None:
     ran = node.meshctl("pull", f"{REPO}:F16", "--name", "mine", "--label", "tool-calling")
     assert "mine is on this node's disk" in ran.stdout
