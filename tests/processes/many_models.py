@@ -26,7 +26,7 @@ from services.launcherd.command_line import ENGINE_MARK
 from services.launcherd.io.process import ProcessIdentity, marked_processes
 from tests.engines import tiny_models
 from tests.engines.scripted_engine import Script, write_engine
-from tests.processes.node import Node, private_home
+from tests.processes.node import Node, private_home, started
 
 MODELS: Mapping[str, str] = {
     "llm-a": "llm",
@@ -65,15 +65,8 @@ def node_with_many_models(script: Script | None = None) -> Iterator[Node]:
             f'[models]\nfolders = ["{folder}"]\nserve = ["llm-a"]\nmax_loaded_models = [{limits}]\n'
             f'[engine]\npath = "{engine}"\nthreads = 1\ncontext_tokens = 1024\n'
         )
-        node = Node(home)
-        try:
-            node.up()
+        with started(Node(home)) as node:
             yield node
-        except BaseException:
-            print(node.logs())
-            raise
-        finally:
-            node.down()
         left = marked_processes(ENGINE_MARK, f"{home}/")
         assert left == [], f"engines outlived meshctl down: {left}"
 

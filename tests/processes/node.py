@@ -166,6 +166,19 @@ def private_home() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
+def started(node: Node) -> Iterator[Node]:
+    """Up, and down again; after a failure its logs are printed."""
+    try:
+        node.up()
+        yield node
+    except BaseException:
+        print(node.logs())
+        raise
+    finally:
+        node.down()
+
+
+@contextlib.contextmanager
 def node_with_scripted_engine(
     script: Script, models: tuple[str, ...] = ("tiny-a",), config: str = ""
 ) -> Iterator[Node]:
@@ -179,15 +192,8 @@ def node_with_scripted_engine(
         (home / "mesh.toml").write_text(
             f'[models]\nfolders = ["{folder}"]\nserve = ["{models[0]}"]\n\n[engine]\npath = "{engine}"\n{config}'
         )
-        node = Node(home)
-        try:
-            node.up()
+        with started(Node(home)) as node:
             yield node
-        except BaseException:
-            print(node.logs())
-            raise
-        finally:
-            node.down()
 
 
 class Stream(threading.Thread):
